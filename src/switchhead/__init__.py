@@ -1,0 +1,18 @@
+"""Mixture-of-Experts attention: SwitchHead, its baselines and language models."""
+
+from switchhead.nn import MultiHeadAttention, Relative, Rotary, SwitchHeadAttention
+from switchhead.ops import moe_linear, route
+from switchhead.routing import Grouping, Routing
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "Grouping",
+    "MultiHeadAttention",
+    "Relative",
+    "Rotary",
+    "Routing",
+    "SwitchHeadAttention",
+    "moe_linear",
+    "route",
+]

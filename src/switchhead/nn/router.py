@@ -1,0 +1,63 @@
+"""The router of one side: which experts each token uses."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Float
+from torch import Tensor, nn
+
+from switchhead.nn.init import normal_
+from switchhead.ops.router import Gating, route
+from switchhead.routing import Routing
+
+
+class Router(nn.Module):
+    """Independent choice of k of E experts for every head: `gates = sigmoid(x W^T)` of the k best scores.
+
+    Args:
+        d_model: width of the tokens.
+        n_heads: heads that choose independently.
+        n_experts: experts a head can choose from.
+        k: experts chosen.
+        gating: `"sigmoid"`, or `"softmax"` over all experts (the competitive ablation).
+        expert_dropout: probability that an expert may not be chosen by a token, in training.
+        init_scale: multiplies the initial standard deviation `1 / sqrt(d_model)`.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        n_heads: int,
+        n_experts: int,
+        k: int,
+        gating: Gating = "sigmoid",
+        expert_dropout: float = 0.0,
+        init_scale: float = 1.0,
+    ) -> None:
+        super().__init__()
+        if not 1 <= k <= n_experts:
+            raise ValueError(f"k={k} must be between 1 and n_experts={n_experts}")
+        if gating not in ("sigmoid", "softmax"):
+            raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
+        if not 0.0 <= expert_dropout < 1.0:
+            raise ValueError(f"expert_dropout={expert_dropout} must be at least 0 and below 1")
+        self.k, self.gating, self.expert_dropout, self.init_scale = k, gating, expert_dropout, init_scale
+        self.weight = nn.Parameter(torch.empty(n_heads, n_experts, d_model))
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw the weights anew."""
+        normal_(self.weight, self.weight.shape[-1], self.init_scale)
+
+    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
+        """Route `[N, d_model]` tokens."""
+        dropped = None
+        if self.training and self.expert_dropout > 0:
+            dropped = torch.rand(x.shape[0], *self.weight.shape[:2], device=x.device) < self.expert_dropout
+        return route(x, self.weight, self.k, gating=self.gating, dropped=dropped)
+
+    def extra_repr(self) -> str:
+        """Shape and options."""
+        heads, experts, d_model = self.weight.shape
+        return f"d_model={d_model}, n_heads={heads}, n_experts={experts}, k={self.k}, gating={self.gating!r}"

@@ -1,0 +1,219 @@
+"""SwitchHead: few attention heads, each with experts for its projections (arXiv 2312.07987)."""
+
+from __future__ import annotations
+
+import math
+
+from jaxtyping import Bool, Float, Int
+from torch import Tensor, nn
+
+from switchhead.nn.attention import (
+    Cache,
+    attend,
+    check_input,
+    check_sizes,
+    key_value_source,
+    merge_heads,
+    rotate_queries_and_keys,
+)
+from switchhead.nn.init import normal_
+from switchhead.nn.linear import Linear
+from switchhead.nn.moe_linear import MoELinear
+from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
+from switchhead.nn.router import Router
+from switchhead.ops.moe_linear import Backend
+from switchhead.ops.relative import relative_bias
+from switchhead.ops.router import Gating
+from switchhead.routing import Routing
+
+
+class SwitchHeadAttention(nn.Module):
+    """Attention whose value and output projections are mixtures of experts (equations 7-10; E experts, k chosen).
+
+        s_S = sigmoid(x W_S),  s_D = sigmoid(x W_D)              routers of source and destination side, per head
+        V_h[t] = sum_{e in topk(s_S[t, h])} s_S[t, h, e] x[t] W_V[h, e],      Q = x W_Q,  K = x W_K
+        y[t]   = sum_h sum_{e in topk(s_D[t, h])} s_D[t, h, e] (A_h V_h)[t] W_O[h, e]
+
+    No norm and no residual. Keys and values cost a cache `n_heads * 2 * d_head` numbers a token, whatever E is.
+
+    Args:
+        d_model: width of the input and output.
+        n_heads: attention matrices.
+        n_experts: experts E of each expert projection in each head. 1: plain projections, with one learned sigmoid gate
+            per head and token on the output side where `o` is among the expert projections.
+        d_head: width of queries, keys and values of a head.
+        k: experts used per token, head and projection.
+        positions: `None`, `"rotary"` / `Rotary(...)`, or `"relative"` / `Relative()` (projected per head, no biases).
+        expert_projections: which of q, k, v, o have experts, any subset. Queries share the destination router with
+            outputs, keys the source router with values.
+        shared_selection: one router for both sides.
+        gating: `"sigmoid"`, or `"softmax"` over the experts (the competitive ablation).
+        expert_dropout: probability that an expert may not be chosen by a token, in training.
+        causal: queries see no later keys.
+        init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
+        backend: how expert projections run, see `switchhead.ops.moe_linear`.
+
+    Raises:
+        ValueError: an argument that cannot be; the message names it.
+    """
+
+    def __init__(
+        self,
+        *,
+        d_model: int,
+        n_heads: int,
+        n_experts: int,
+        d_head: int,
+        k: int,
+        positions: Positions | str = None,
+        expert_projections: str = "vo",
+        shared_selection: bool = False,
+        gating: Gating = "sigmoid",
+        expert_dropout: float = 0.0,
+        causal: bool = True,
+        init_scale: float = 1.0,
+        backend: Backend = "auto",
+    ) -> None:
+        super().__init__()
+        check_sizes(d_model=d_model, n_heads=n_heads, n_experts=n_experts, d_head=d_head, k=k)
+        if k > n_experts:
+            raise ValueError(
+                f"k={k} experts cannot be chosen out of n_experts={n_experts}; use k <= n_experts"
+            )
+        if sorted(expert_projections) != sorted(set(expert_projections) & set("qkvo")):
+            raise ValueError(
+                f"expert_projections={expert_projections!r} must be distinct letters out of 'qkvo'"
+            )
+        self.d_model, self.n_heads, self.n_experts, self.d_head, self.k = (
+            d_model,
+            n_heads,
+            n_experts,
+            d_head,
+            k,
+        )
+        self.causal, self.init_scale = causal, init_scale
+        self.positions = as_positions(positions, d_head)
+        self.expert_projections = experts = (
+            expert_projections if n_experts > 1 else "o" * ("o" in expert_projections)
+        )
+
+        def projection(name: str) -> Linear | MoELinear:
+            sizes = (n_heads * d_head, d_model) if name == "o" else (d_model, n_heads * d_head)
+            if name not in experts:
+                return Linear(*sizes, bias=False)
+            d_in, d_out = (d_head, d_model) if name == "o" else (d_model, d_head)
+            return MoELinear(
+                n_heads=n_heads, n_experts=n_experts, d_in=d_in, d_out=d_out, fan_in=sizes[0],
+                reduce="heads" if name == "o" else "k", init_scale=init_scale, backend=backend,
+            )  # fmt: skip
+
+        def router(serves: str) -> Router | None:
+            if not set(serves) & set(experts):
+                return None
+            return Router(
+                d_model=d_model, n_heads=n_heads, n_experts=n_experts, k=k,
+                gating=gating, expert_dropout=expert_dropout, init_scale=init_scale,
+            )  # fmt: skip
+
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = map(projection, "qkvo")
+        self.shared_selection = shared_selection
+        self.destination_router = router("qkvo" if shared_selection else "qo")
+        self.source_router = None if shared_selection else router("kv")
+        relative = isinstance(self.positions, Relative)
+        self.position_proj = Linear(d_model, n_heads * d_head, bias=False) if relative else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Draw all weights anew (paper's authors' choices, see `switchhead.nn.init`)."""
+        for module in self.children():
+            if isinstance(module, Linear):
+                normal_(module.weight, module.in_features, self.init_scale)
+            elif isinstance(module, MoELinear | Router):
+                module.reset_parameters()
+
+    def forward(
+        self,
+        x: Float[Tensor, "batch T d_model"],
+        *,
+        context: Float[Tensor, "batch S d_model"] | None = None,
+        memory: Float[Tensor, "batch M d_model"] | None = None,
+        key_padding_mask: Bool[Tensor, "batch S"] | None = None,
+        attn_mask: Tensor | None = None,
+        position_ids: Int[Tensor, "*batch T"] | None = None,
+        cache: Cache | None = None,
+    ) -> Float[Tensor, "batch T d_model"]:
+        """Attend.
+
+        Args:
+            x: input; queries, and keys and values too unless `context` is given.
+            context: where keys and values come from instead (cross-attention).
+            memory: previous chunk, prepended to x for keys and values.
+            key_padding_mask: True = ignore this key; covers all keys, memory first.
+            attn_mask: `[T, S]`, `[B*H, T, S]` or `[B, 1 or H, T, S]`; boolean True = ignore, float = added to scores.
+            position_ids: positions of x for rotary channels; default: x follows its memory.
+            cache: keys and values of earlier calls. With a cache, a given `attn_mask` alone says what may be seen.
+
+        Returns:
+            `[B, T, d_model]`; zeros for a query that may see nothing.
+        """
+        check_input(x, self.d_model, context, memory)
+        source = key_value_source(x, context, memory)  # [B, S, D]
+        to, origin = self._route(x, source)
+        q = self._heads(self.q_proj, x, to)  # [B, H, T, d]
+        k, v = (
+            self._heads(projection, source, origin) for projection in (self.k_proj, self.v_proj)
+        )  # [B, H, S, d]
+        if isinstance(self.positions, Rotary):
+            q, k = rotate_queries_and_keys(
+                q,
+                k,
+                self.positions,
+                position_ids=position_ids,
+                cached=cache is not None,
+                crossed=context is not None,
+            )
+        if cache is not None:
+            k, v = cache.update(k, v)
+        scale = 1 / math.sqrt(self.d_head)
+        y = attend(
+            q, k, v, scale=scale, causal=self.causal and (cache is None or attn_mask is None),
+            key_padding_mask=key_padding_mask, attn_mask=attn_mask, bias=self._position_scores(q * scale, k.shape[-2]),
+        )  # fmt: skip
+        rows = merge_heads(y)  # [B*T, H, d]
+        out = self.o_proj(rows, to) if isinstance(self.o_proj, MoELinear) else self.o_proj(rows.flatten(1))
+        return out.unflatten(0, x.shape[:2])  # [B, T, D]
+
+    def _route(self, x: Tensor, source: Tensor) -> tuple[Routing | None, Routing | None]:
+        """Routings of the destination and of the source side; one and the same where selection and tokens are shared."""
+        to = self.destination_router(x.flatten(0, 1)) if self.destination_router else None
+        if not self.shared_selection:
+            return to, self.source_router(source.flatten(0, 1)) if self.source_router else None
+        if source is x or self.destination_router is None:
+            return to, to
+        return to, self.destination_router(source.flatten(0, 1))
+
+    def _heads(
+        self, projection: nn.Module, x: Tensor, routing: Routing | None
+    ) -> Float[Tensor, "batch heads T d"]:
+        if isinstance(projection, MoELinear):
+            y = projection(x.flatten(0, 1), routing).unflatten(0, x.shape[:2])
+        else:
+            y = projection(x).unflatten(-1, (self.n_heads, self.d_head))  # [B, T, H, d]
+        return y.transpose(1, 2)
+
+    def _position_scores(self, q: Tensor, n_keys: int) -> Float[Tensor, "batch heads T S"] | None:
+        if self.position_proj is None:
+            return None
+        assert isinstance(self.positions, Relative)
+        distances = self.positions.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
+        r = self.position_proj(self.positions.encoding(distances, self.d_model)).unflatten(
+            -1, (self.n_heads, -1)
+        )
+        return relative_bias(q, r.transpose(0, 1).to(q.dtype), n_keys)  # [H, R, d]
+
+    def extra_repr(self) -> str:
+        """Sizes and options."""
+        return (
+            f"d_model={self.d_model}, n_heads={self.n_heads}, n_experts={self.n_experts}, d_head={self.d_head}, "
+            f"k={self.k}, expert_projections={self.expert_projections!r}, positions={self.positions}"
+        )

@@ -1,0 +1,58 @@
+"""Routing: scores, the k best experts of every head, and their gates."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+
+from switchhead.ops.dtypes import at_least_float32, without_autocast
+from switchhead.routing import Routing
+
+Gating = Literal["sigmoid", "softmax"]
+
+
+def route(
+    x: Float[Tensor, "tokens d_model"],
+    weight: Float[Tensor, "heads experts d_model"],
+    k: int,
+    *,
+    gating: Gating = "sigmoid",
+    dropped: Bool[Tensor, "tokens heads experts"] | None = None,
+) -> Routing:
+    """Choose k experts for each token and head (SwitchHead, arXiv 2312.07987, equations 7 and 8).
+
+    `scores = x W^T`; the k largest are chosen, ties by the lowest index; their gates are `sigmoid(score)`, or the
+    chosen ones of `softmax(scores)` over all experts (competitive gating).
+
+    Args:
+        x: tokens. Scores are computed in float32 or better, whatever the dtype of x and inside autocast too.
+        weight: one row per head and expert.
+        k: experts chosen per head, `1 <= k <= E`.
+        gating: `"sigmoid"` (non-competitive, the paper's) or `"softmax"`.
+        dropped: experts that may not be used (expert dropout); where fewer than k remain, the rest get gate 0.
+    """
+    dtype = at_least_float32(torch.promote_types(x.dtype, weight.dtype))
+    heads, experts, _ = weight.shape
+    if not 1 <= k <= experts:
+        raise ValueError(f"k={k} experts cannot be chosen out of {experts}; use 1 <= k <= {experts}")
+    with without_autocast(x.device):
+        scores = (x.to(dtype) @ weight.to(dtype).flatten(0, 1).mT).unflatten(
+            -1, (heads, experts)
+        )  # [N, H, E]
+    if dropped is not None:
+        scores = scores.masked_fill(dropped, -torch.inf)
+    # A stable sort, since torch.topk does not promise the order of ties.
+    best, order = scores.sort(dim=-1, descending=True, stable=True)
+    expert_indices = order[..., :k]
+    if gating == "sigmoid":
+        gates = best[..., :k].sigmoid()
+    elif gating == "softmax":
+        gates = scores.softmax(-1).gather(-1, expert_indices)
+        if dropped is not None:
+            gates = gates.masked_fill(dropped.all(-1, keepdim=True), 0.0)
+    else:
+        raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
+    return Routing(gates, expert_indices, experts)

@@ -1,0 +1,74 @@
+"""What a router decided: which experts each token uses, with which weight, and the order that grouped matmuls need."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from jaxtyping import Float, Int
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class Grouping:
+    """Slots ordered by expert.
+
+    A slot is one choice of one token: number `(token * n_heads + head) * k + j`. Group `g` holds the slots that chose
+    one expert of one head (`g = head * n_experts + expert`; `g = expert` where all heads share a pool), in ascending
+    order: `order[offsets[g]:offsets[g + 1]]`.
+    """
+
+    order: Int[Tensor, " slots"]
+    offsets: Int[Tensor, " groups+1"]
+
+
+@dataclass(frozen=True)
+class Routing:
+    """The experts of every token and head, and their weights in the sum.
+
+    Attributes:
+        gates: `[tokens, heads, k]`, float32 or float64, in the order of `expert_indices`.
+        expert_indices: `[tokens, heads, k]`, integers in `[0, n_experts)`, distinct along k, best score first.
+        n_experts: experts a head can choose from.
+    """
+
+    gates: Float[Tensor, "tokens heads k"]
+    expert_indices: Int[Tensor, "tokens heads k"]
+    n_experts: int
+
+    def __post_init__(self) -> None:
+        if self.gates.ndim != 3 or self.gates.shape != self.expert_indices.shape:
+            raise ValueError(
+                "Routing needs gates and expert_indices of one shape [tokens, heads, k]; got gates "
+                f"{tuple(self.gates.shape)} and expert_indices {tuple(self.expert_indices.shape)}"
+            )
+
+    @property
+    def n_heads(self) -> int:
+        """Heads that route independently."""
+        return self.gates.shape[1]
+
+    @property
+    def k(self) -> int:
+        """Experts used by each token and head."""
+        return self.gates.shape[2]
+
+    def groups(self, *, shared_pool: bool = False) -> Int[Tensor, "tokens heads k"]:
+        """Group number of every slot (see `Grouping`)."""
+        if shared_pool:
+            return self.expert_indices
+        heads = torch.arange(self.n_heads, device=self.expert_indices.device, dtype=self.expert_indices.dtype)
+        return self.expert_indices + heads[:, None] * self.n_experts
+
+    def grouping(self, *, shared_pool: bool = False) -> Grouping:
+        """Order the slots by expert, by a stable sort (the GPU kernels count instead)."""
+        n_groups = self.n_experts if shared_pool else self.n_heads * self.n_experts
+        groups = self.groups(shared_pool=shared_pool).flatten()  # [slots]
+        ordered, order = groups.sort(stable=True)
+        bounds = torch.arange(n_groups + 1, device=groups.device, dtype=ordered.dtype)
+        return Grouping(order, torch.searchsorted(ordered, bounds))
+
+    def dense_gates(self) -> Float[Tensor, "tokens heads experts"]:
+        """Gates scattered over all experts; zero where an expert was not chosen."""
+        zeros = self.gates.new_zeros(*self.gates.shape[:2], self.n_experts)
+        return zeros.scatter(-1, self.expert_indices, self.gates)
