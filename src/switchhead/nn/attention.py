@@ -36,12 +36,8 @@ def check_input(x: Tensor, d_model: int, context: Tensor | None, memory: Tensor 
     if context is not None and memory is not None:
         raise ValueError("context and memory exclude each other: cross-attention has no previous chunk")
     for name, other in (("context", context), ("memory", memory)):
-        if other is not None and (
-            other.ndim != 3 or other.shape[0] != x.shape[0] or other.shape[-1] != d_model
-        ):
-            raise ValueError(
-                f"{name} must be [{x.shape[0]}, length, {d_model}] beside x; got {tuple(other.shape)}"
-            )
+        if other is not None and (other.ndim != 3 or other.shape[0] != x.shape[0] or other.shape[-1] != d_model):
+            raise ValueError(f"{name} must be [{x.shape[0]}, length, {d_model}] beside x; got {tuple(other.shape)}")
 
 
 def key_value_source(
@@ -71,15 +67,11 @@ def rotate_queries_and_keys(
     n_queries, n_keys, d_head = q.shape[-2], k.shape[-2], q.shape[-1]
     if position_ids is None:
         if cached:
-            raise ValueError(
-                "rotary positions with a cache need position_ids: where the new tokens stand is not known"
-            )
+            raise ValueError("rotary positions with a cache need position_ids: where the new tokens stand is not known")
         first = 0 if crossed else n_keys - n_queries
         position_ids = torch.arange(first, first + n_queries, device=q.device)
     elif position_ids.ndim not in (1, 2) or position_ids.shape[-1] != n_queries:
-        raise ValueError(
-            f"position_ids must be [{n_queries}] or [batch, {n_queries}]; got {tuple(position_ids.shape)}"
-        )
+        raise ValueError(f"position_ids must be [{n_queries}] or [batch, {n_queries}]; got {tuple(position_ids.shape)}")
     q_table = rotary.table(position_ids, d_head)
     if crossed:
         k_table = rotary.table(torch.arange(n_keys, device=k.device), d_head)
@@ -168,12 +160,7 @@ def _as_four_dimensions(mask: Tensor, batch: int, heads: int, n_queries: int, n_
             return mask[None, None]
         if shape == (batch * heads, n_queries, n_keys):
             return mask.unflatten(0, (batch, heads))
-        if (
-            mask.ndim == 4
-            and shape[0] in (1, batch)
-            and shape[1] in (1, heads)
-            and shape[2:] == (n_queries, n_keys)
-        ):
+        if mask.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (n_queries, n_keys):
             return mask
     raise ValueError(
         f"attn_mask must be boolean (True = ignore) or floating point (added to the scores), [{n_queries}, {n_keys}], "

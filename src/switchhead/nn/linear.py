@@ -12,7 +12,7 @@ from switchhead.ops.dtypes import cast_together
 class Linear(nn.Linear):
     """`y = x W^T + b` for any mix of floating dtypes: outside autocast operands are promoted, not refused."""
 
-    def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:  # noqa: A002
+    def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """`[..., in_features] -> [..., out_features]`."""
         if self.bias is None:
             return F.linear(*cast_together(input, self.weight))

@@ -38,7 +38,8 @@ class MoELinear(nn.Module):
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
-        self.reduce, self.backend = reduce, backend
+        self.reduce: Reduce = reduce
+        self.backend: Backend = backend
         self.fan_in, self.init_scale = fan_in or d_in, init_scale
         self.weight = nn.Parameter(torch.empty(n_heads, n_experts, d_in, d_out))
         self.reset_parameters()

@@ -33,9 +33,7 @@ class Rotary:
     def rotated_width(self, d_head: int) -> int:
         """Channels that rotate, an even number; ValueError where all should and d_head is odd."""
         if self.fraction == 1.0 and d_head % 2:
-            raise ValueError(
-                f"d_head={d_head} is odd, so not all of it can rotate; use an even d_head or fraction < 1"
-            )
+            raise ValueError(f"d_head={d_head} is odd, so not all of it can rotate; use an even d_head or fraction < 1")
         return 2 * math.floor(self.fraction * d_head / 2)
 
     def table(self, positions: Int[Tensor, "*batch T"], d_head: int) -> tuple[Tensor, Tensor]:
@@ -60,9 +58,7 @@ class Rotary:
 class Relative:
     """Transformer-XL's relative positions (arXiv 1901.02860): scores depend on source minus query index."""
 
-    def distances(
-        self, n_queries: int, n_keys: int, *, causal: bool, device: torch.device
-    ) -> Int[Tensor, " R"]:
+    def distances(self, n_queries: int, n_keys: int, *, causal: bool, device: torch.device) -> Int[Tensor, " R"]:
         """Distances source - query that occur when queries are the last of the keys: `-(S-1) .. 0`, or `.. T-1`."""
         return torch.arange(-(n_keys - 1), 1 if causal else n_queries, device=device)
 
@@ -81,14 +77,10 @@ def as_positions(positions: Positions | str, d_head: int) -> Positions:
     named = {"none": None, "rotary": Rotary(), "relative": Relative()}
     if isinstance(positions, str):
         if positions not in named:
-            raise ValueError(
-                f"positions={positions!r} is unknown; use {', '.join(named)}, Rotary() or Relative()"
-            )
+            raise ValueError(f"positions={positions!r} is unknown; use {', '.join(named)}, Rotary() or Relative()")
         positions = named[positions]
     if isinstance(positions, Rotary):
         positions.rotated_width(d_head)  # raises where it cannot rotate
     elif positions is not None and not isinstance(positions, Relative):
-        raise ValueError(
-            f"positions must be None, a name, Rotary() or Relative(); got {type(positions).__name__}"
-        )
+        raise ValueError(f"positions must be None, a name, Rotary() or Relative(); got {type(positions).__name__}")
     return positions

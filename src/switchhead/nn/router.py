@@ -42,7 +42,8 @@ class Router(nn.Module):
             raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
         if not 0.0 <= expert_dropout < 1.0:
             raise ValueError(f"expert_dropout={expert_dropout} must be at least 0 and below 1")
-        self.k, self.gating, self.expert_dropout, self.init_scale = k, gating, expert_dropout, init_scale
+        self.gating: Gating = gating
+        self.k, self.expert_dropout, self.init_scale = k, expert_dropout, init_scale
         self.weight = nn.Parameter(torch.empty(n_heads, n_experts, d_model))
         self.reset_parameters()
 

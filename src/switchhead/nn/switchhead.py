@@ -77,13 +77,9 @@ class SwitchHeadAttention(nn.Module):
         super().__init__()
         check_sizes(d_model=d_model, n_heads=n_heads, n_experts=n_experts, d_head=d_head, k=k)
         if k > n_experts:
-            raise ValueError(
-                f"k={k} experts cannot be chosen out of n_experts={n_experts}; use k <= n_experts"
-            )
+            raise ValueError(f"k={k} experts cannot be chosen out of n_experts={n_experts}; use k <= n_experts")
         if sorted(expert_projections) != sorted(set(expert_projections) & set("qkvo")):
-            raise ValueError(
-                f"expert_projections={expert_projections!r} must be distinct letters out of 'qkvo'"
-            )
+            raise ValueError(f"expert_projections={expert_projections!r} must be distinct letters out of 'qkvo'")
         self.d_model, self.n_heads, self.n_experts, self.d_head, self.k = (
             d_model,
             n_heads,
@@ -93,9 +89,7 @@ class SwitchHeadAttention(nn.Module):
         )
         self.causal, self.init_scale = causal, init_scale
         self.positions = as_positions(positions, d_head)
-        self.expert_projections = experts = (
-            expert_projections if n_experts > 1 else "o" * ("o" in expert_projections)
-        )
+        self.expert_projections = experts = expert_projections if n_experts > 1 else "o" * ("o" in expert_projections)
 
         def projection(name: str) -> Linear | MoELinear:
             sizes = (n_heads * d_head, d_model) if name == "o" else (d_model, n_heads * d_head)
@@ -160,9 +154,7 @@ class SwitchHeadAttention(nn.Module):
         source = key_value_source(x, context, memory)  # [B, S, D]
         to, origin = self._route(x, source)
         q = self._heads(self.q_proj, x, to)  # [B, H, T, d]
-        k, v = (
-            self._heads(projection, source, origin) for projection in (self.k_proj, self.v_proj)
-        )  # [B, H, S, d]
+        k, v = (self._heads(projection, source, origin) for projection in (self.k_proj, self.v_proj))  # [B, H, S, d]
         if isinstance(self.positions, Rotary):
             q, k = rotate_queries_and_keys(
                 q,
@@ -184,7 +176,7 @@ class SwitchHeadAttention(nn.Module):
         return out.unflatten(0, x.shape[:2])  # [B, T, D]
 
     def _route(self, x: Tensor, source: Tensor) -> tuple[Routing | None, Routing | None]:
-        """Routings of the destination and of the source side; one and the same where selection and tokens are shared."""
+        """Routings of the destination and the source side: the same one where selection and tokens are shared."""
         to = self.destination_router(x.flatten(0, 1)) if self.destination_router else None
         if not self.shared_selection:
             return to, self.source_router(source.flatten(0, 1)) if self.source_router else None
@@ -192,9 +184,7 @@ class SwitchHeadAttention(nn.Module):
             return to, to
         return to, self.destination_router(source.flatten(0, 1))
 
-    def _heads(
-        self, projection: nn.Module, x: Tensor, routing: Routing | None
-    ) -> Float[Tensor, "batch heads T d"]:
+    def _heads(self, projection: nn.Module, x: Tensor, routing: Routing | None) -> Float[Tensor, "batch heads T d"]:
         if isinstance(projection, MoELinear):
             y = projection(x.flatten(0, 1), routing).unflatten(0, x.shape[:2])
         else:
@@ -206,9 +196,7 @@ class SwitchHeadAttention(nn.Module):
             return None
         assert isinstance(self.positions, Relative)
         distances = self.positions.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        r = self.position_proj(self.positions.encoding(distances, self.d_model)).unflatten(
-            -1, (self.n_heads, -1)
-        )
+        r = self.position_proj(self.positions.encoding(distances, self.d_model)).unflatten(-1, (self.n_heads, -1))
         return relative_bias(q, r.transpose(0, 1).to(q.dtype), n_keys)  # [H, R, d]
 
     def extra_repr(self) -> str:

@@ -22,9 +22,7 @@ def moe_linear(
     if reduce == "heads":
         gates = routing.dense_gates().to(x.dtype)  # [N, H, E]
         rows = x[:, None, None] if x.ndim == 2 else x[:, :, None]
-        return (rows * gates[..., None]).flatten(1) @ weight.flatten(
-            0, 2
-        )  # [N, H*E*d_in] @ [H*E*d_in, d_out]
+        return (rows * gates[..., None]).flatten(1) @ weight.flatten(0, 2)  # [N, H*E*d_in] @ [H*E*d_in, d_out]
     y = _all_experts(x, weight)  # [N, H, E, d_out]
     if reduce is None:
         chosen = routing.expert_indices[..., None].expand(tokens, heads, k, y.shape[-1])

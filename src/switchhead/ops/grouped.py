@@ -13,6 +13,8 @@ so that backward needs nothing of forward but its inputs.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -26,9 +28,7 @@ _CHUNK = 1024  # rows gathered at a time: a few MB, so that the matmul finds the
 
 def moe_linear(x: Tensor, weight: Tensor, routing: Routing, *, reduce: str | None) -> Tensor:
     """k matmuls' arithmetic for k chosen experts, at the price of gathering their rows."""
-    return torch.ops.switchhead.grouped_moe_linear(
-        x, weight, routing.gates, routing.expert_indices, reduce or "none"
-    )
+    return torch.ops.switchhead.grouped_moe_linear(x, weight, routing.gates, routing.expert_indices, reduce or "none")
 
 
 class _Slots(NamedTuple):
@@ -49,8 +49,8 @@ def _group(x: Tensor, weight: Tensor, gates: Tensor, expert_indices: Tensor, red
     return _Slots(order, x_rows, order // divisor, grouping.offsets.tolist())
 
 
-def _chunks(bounds: list[int]):
-    for group, (start, stop) in enumerate(zip(bounds, bounds[1:], strict=False)):
+def _chunks(bounds: list[int]) -> Iterator[tuple[int, slice]]:
+    for group, (start, stop) in enumerate(pairwise(bounds)):
         for first in range(start, stop, _CHUNK):
             yield group, slice(first, min(first + _CHUNK, stop))
 

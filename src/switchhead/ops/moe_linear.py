@@ -64,9 +64,7 @@ def moe_linear(
     elif name in _TORCH_BACKENDS:
         run = _TORCH_BACKENDS[name]
     else:
-        raise ValueError(
-            f"backend={backend!r} is unknown; use one of auto, triton, {', '.join(_TORCH_BACKENDS)}"
-        )
+        raise ValueError(f"backend={backend!r} is unknown; use one of auto, triton, {', '.join(_TORCH_BACKENDS)}")
     with without_autocast(x.device):  # the operands have their dtype; sums stay wide
         return run(x, weight, routing, reduce=reduce)
 
@@ -75,12 +73,8 @@ def choose_backend(x: Tensor, weight: Tensor, routing: Routing) -> Choice:
     """The backend that `backend="auto"` runs for these operands, and why. Depends on device, dtype and shape only."""
     ratio = routing.n_experts / routing.k
     if ratio < 2:
-        return Choice(
-            "gated", f"E / k = {ratio:.2f} < 2: computing all experts costs less than gathering rows"
-        )
-    return Choice(
-        "grouped", f"E / k = {ratio:.2f}: computing only the chosen experts saves more than gathers cost"
-    )
+        return Choice("gated", f"E / k = {ratio:.2f} < 2: computing all experts costs less than gathering rows")
+    return Choice("grouped", f"E / k = {ratio:.2f}: computing only the chosen experts saves more than gathers cost")
 
 
 def _check(x: Tensor, weight: Tensor, routing: Routing, reduce: Reduce) -> None:

@@ -18,14 +18,12 @@ def moe_linear(
     reduce: str | None,
 ) -> Tensor:
     """`moe_linear` for any device and dtype; materialises one matrix per slot, so it is for small shapes."""
-    tokens, heads, k = routing.gates.shape
+    tokens, heads, _ = routing.gates.shape
     chosen = weight.flatten(0, 1)[routing.groups(shared_pool=weight.shape[0] == 1)]  # [N, H, K, d_in, d_out]
     if x.ndim == 2:
         x = x[:, None]  # [N, 1, d_in]
     rows = x.expand(tokens, heads, x.shape[-1])
-    y = torch.einsum(
-        "nhi,nhkio->nhko", rows.to(at_least_float32(x.dtype)), chosen.to(at_least_float32(x.dtype))
-    )
+    y = torch.einsum("nhi,nhkio->nhko", rows.to(at_least_float32(x.dtype)), chosen.to(at_least_float32(x.dtype)))
     if reduce is None:
         return y.to(x.dtype)  # [N, H, K, d_out]
     weighted = y * routing.gates[..., None].to(y.dtype)

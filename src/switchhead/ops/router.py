@@ -39,9 +39,7 @@ def route(
     if not 1 <= k <= experts:
         raise ValueError(f"k={k} experts cannot be chosen out of {experts}; use 1 <= k <= {experts}")
     with without_autocast(x.device):
-        scores = (x.to(dtype) @ weight.to(dtype).flatten(0, 1).mT).unflatten(
-            -1, (heads, experts)
-        )  # [N, H, E]
+        scores = (x.to(dtype) @ weight.to(dtype).flatten(0, 1).mT).unflatten(-1, (heads, experts))  # [N, H, E]
     if dropped is not None:
         scores = scores.masked_fill(dropped, -torch.inf)
     # A stable sort, since torch.topk does not promise the order of ties.
