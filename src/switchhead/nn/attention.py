@@ -72,12 +72,12 @@ def rotate_queries_and_keys(
         position_ids = torch.arange(first, first + n_queries, device=q.device)
     elif position_ids.ndim not in (1, 2) or position_ids.shape[-1] != n_queries:
         raise ValueError(f"position_ids must be [{n_queries}] or [batch, {n_queries}]; got {tuple(position_ids.shape)}")
-    q_table = rotary.table(position_ids, d_head)
+    q_table = rotary.table(position_ids, d_head, q.dtype)
     if crossed:
-        k_table = rotary.table(torch.arange(n_keys, device=k.device), d_head)
+        k_table = rotary.table(torch.arange(n_keys, device=k.device), d_head, k.dtype)
     elif n_keys > n_queries:  # the memory's positions run up to the first query's
         before = torch.arange(n_queries - n_keys, 0, device=k.device) + position_ids[..., :1]
-        k_table = rotary.table(torch.cat([before, position_ids], dim=-1), d_head)
+        k_table = rotary.table(torch.cat([before, position_ids], dim=-1), d_head, k.dtype)
     else:
         k_table = q_table
     return rotary.rotate(q, q_table), rotary.rotate(k, k_table)

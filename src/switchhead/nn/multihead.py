@@ -127,7 +127,7 @@ class MultiHeadAttention(nn.Module):
     def _position_scores(self, q: Tensor, n_keys: int, relative: Relative) -> tuple[Tensor, Tensor]:
         """Queries for the content scores, temperature included, and the position scores `[B, H, T, S]`."""
         distances = relative.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        r = self.position_proj(relative.encoding(distances, self.d_model)).unflatten(-1, (self.n_heads, self.d_head))
+        r = self.position_proj(relative.encoding(distances, self.d_model, q.dtype)).unflatten(-1, (self.n_heads, self.d_head))
         content, position = (
             ((q + bias[:, None]) * self.scale).to(q.dtype) for bias in (self.content_bias, self.position_bias)
         )

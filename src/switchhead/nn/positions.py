@@ -9,6 +9,8 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 
+from switchhead.ops.dtypes import at_least_float32
+
 
 @dataclass(frozen=True, kw_only=True)
 class Rotary:
@@ -36,11 +38,11 @@ class Rotary:
             raise ValueError(f"d_head={d_head} is odd, so not all of it can rotate; use an even d_head or fraction < 1")
         return 2 * math.floor(self.fraction * d_head / 2)
 
-    def table(self, positions: Int[Tensor, "*batch T"], d_head: int) -> tuple[Tensor, Tensor]:
-        """Cosines and sines `[..., T, half]` of the positions' angles, float32."""
-        half = self.rotated_width(d_head) // 2
-        exponents = torch.arange(half, device=positions.device, dtype=torch.float32) / max(half, 1)
-        angles = positions[..., None].float() * self.base**-exponents
+    def table(self, positions: Int[Tensor, "*batch T"], d_head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """Cosines and sines `[..., T, half]` of the positions' angles, in dtype but float32 at least."""
+        half, dtype = self.rotated_width(d_head) // 2, at_least_float32(dtype)
+        exponents = torch.arange(half, device=positions.device, dtype=dtype) / max(half, 1)
+        angles = positions[..., None].to(dtype) * self.base**-exponents
         return angles.cos(), angles.sin()
 
     def rotate(
@@ -62,10 +64,11 @@ class Relative:
         """Distances source - query that occur when queries are the last of the keys: `-(S-1) .. 0`, or `.. T-1`."""
         return torch.arange(-(n_keys - 1), 1 if causal else n_queries, device=device)
 
-    def encoding(self, distances: Int[Tensor, " R"], d_model: int) -> Float[Tensor, "R d_model"]:
-        """Sinusoids, sine on even channels and cosine on odd ones, float32."""
-        channels = torch.arange(0, d_model, 2, device=distances.device, dtype=torch.float32)
-        angles = distances[:, None].float() * 10000.0 ** (-channels / d_model)
+    def encoding(self, distances: Int[Tensor, " R"], d_model: int, dtype: torch.dtype) -> Float[Tensor, "R d_model"]:
+        """Sinusoids, sine on even channels and cosine on odd ones, in dtype but float32 at least."""
+        dtype = at_least_float32(dtype)
+        channels = torch.arange(0, d_model, 2, device=distances.device, dtype=dtype)
+        angles = distances[:, None].to(dtype) * 10000.0 ** (-channels / d_model)
         return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]
 
 

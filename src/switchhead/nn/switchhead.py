@@ -196,7 +196,7 @@ class SwitchHeadAttention(nn.Module):
             return None
         assert isinstance(self.positions, Relative)
         distances = self.positions.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        r = self.position_proj(self.positions.encoding(distances, self.d_model)).unflatten(-1, (self.n_heads, -1))
+        r = self.position_proj(self.positions.encoding(distances, self.d_model, q.dtype)).unflatten(-1, (self.n_heads, -1))
         return relative_bias(q, r.transpose(0, 1).to(q.dtype), n_keys)  # [H, R, d]
 
     def extra_repr(self) -> str:

@@ -1,0 +1,111 @@
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from switchhead import MultiHeadAttention, SwitchHeadAttention
+from switchhead.convert import from_authors, to_authors
+from switchhead.convert.authors import KINDS
+from tests.helpers import relative_error
+
+HERE = Path(__file__).parent.parent / "golden"
+MORE = Path(__file__).parents[3] / "shared" / "golden"
+
+
+def kind_of(path):
+    return next((kind for kind in KINDS if path.name.startswith(kind)), None)
+
+
+GOLDEN = sorted({p.name: p for folder in (MORE, HERE) for p in folder.glob("*.npz") if kind_of(p)}.items())
+
+
+def load(path):
+    file = np.load(path)
+    return {prefix: {k[len(prefix) :]: file[k] for k in file.files if k.startswith(prefix)} for prefix in
+            ("param/", "input/", "meta/", "output/grad_param/", "output/")}  # fmt: skip
+
+
+@pytest.mark.parametrize("path", [path for _, path in GOLDEN], ids=[name[:-4] for name, _ in GOLDEN])
+def test_output_and_every_gradient_agree_with_the_authors_layer(path):
+    file = load(path)
+    layer = from_authors(kind_of(path), file["param/"], causal="bidirectional" not in path.name, **file["meta/"])
+    inputs = {name: torch.tensor(value) for name, value in file["input/"].items()}
+    x = inputs["x"].requires_grad_()
+    y = layer(x, memory=inputs.get("memory"), key_padding_mask=inputs.get("padding"))
+    y.backward(inputs["grad_y"])
+    assert relative_error(y, torch.tensor(file["output/"]["y"])) < 1e-5
+    assert relative_error(x.grad, torch.tensor(file["output/"]["grad_input/x"])) < 1e-5
+    gradients, expected = to_authors(layer, grad=True), file["output/grad_param/"]
+    assert set(gradients) == set(expected)
+    for name, value in expected.items():
+        assert relative_error(gradients[name], torch.tensor(value)) < 1e-5, name
+
+
+@pytest.mark.parametrize("path", [path for _, path in GOLDEN], ids=[name[:-4] for name, _ in GOLDEN])
+def test_values_return_to_the_authors_layout_unchanged(path):
+    file = load(path)
+    back = to_authors(from_authors(kind_of(path), file["param/"], **file["meta/"]))
+    for name, value in back.items():
+        assert torch.equal(value, torch.tensor(file["param/"][name])), name
+    assert set(file["param/"]) - set(back) <= {"s_bias"}
+
+
+def random_layers():
+    sizes = dict(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2)
+    yield "switchhead_rope", SwitchHeadAttention(**{**sizes, "n_experts": 1, "k": 1}, positions="rotary")
+    for experts in ("", "q", "k", "v", "o", "qk", "qkv", "kvo", "qkvo"):
+        for shared in (False, True):
+            yield (
+                "research_xl",
+                SwitchHeadAttention(**sizes, positions="relative", expert_projections=experts, shared_selection=shared),
+            )
+    yield "research_dense_xl", MultiHeadAttention(d_model=16, n_heads=2, d_head=6, positions="relative")
+
+
+@pytest.mark.parametrize(
+    ("kind", "layer"), list(random_layers()), ids=lambda value: getattr(value, "expert_projections", value)
+)
+def test_to_authors_and_from_authors_are_inverse(kind, layer):
+    layer.authors_kind = kind
+    if kind == "research_dense_xl":
+        meta = dict(state_size=16, n_heads=2, projection_size=6)
+    elif kind == "switchhead_rope":
+        meta = dict(d_model=16, n_heads=2, n_experts=1, d_head=6, moe_k=1)
+    else:
+        meta = dict(state_size=16, n_heads=2, n_experts=3, projection_size=6, moe_k=2, same_sel=layer.shared_selection)
+        meta |= {f"{p}_expert": p in layer.expert_projections for p in "qkvo"}
+    again = from_authors(kind, to_authors(layer), **meta)
+    x = torch.randn(2, 5, 16)
+    assert torch.equal(again(x), layer(x))
+
+
+def test_single_expert_layer_has_the_documented_layout():
+    layer = SwitchHeadAttention(d_model=16, n_heads=2, n_experts=1, d_head=6, k=1, positions="rotary")
+    shapes = {name: tuple(value.shape) for name, value in to_authors(layer).items()}
+    assert shapes == {"q.weight": (12, 16), "k.weight": (12, 16), "v": (12, 16), "o": (16, 12), "sel_o": (2, 16)}
+    x = torch.randn(1, 3, 16)
+    plain = layer.o_proj.weight.flatten(0, 2).mT  # [D, H*d]
+    ours = to_authors(layer)["o"]
+    assert torch.equal(plain, ours)
+    gates = torch.sigmoid(x @ to_authors(layer)["sel_o"].mT)  # [B, T, H]
+    assert torch.allclose(layer.destination_router(x[0]).gates[..., 0], gates[0])
+
+
+def test_faults_are_named():
+    layer = SwitchHeadAttention(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2, positions="rotary")
+    params, meta = to_authors(layer), dict(d_model=16, n_heads=2, n_experts=3, d_head=6, moe_k=2)
+    with pytest.raises(ValueError, match="kind='rope' is unknown"):
+        from_authors("rope", params, **meta)
+    with pytest.raises(ValueError, match=r"missing \['sel_v'\]"):
+        from_authors("switchhead_rope", {k: v for k, v in params.items() if k != "sel_v"}, **meta)
+    with pytest.raises(ValueError, match="lacks 'moe_k'"):
+        from_authors("switchhead_rope", params, **{k: v for k, v in meta.items() if k != "moe_k"})
+    with pytest.raises(ValueError, match=r"unknown keys \['n_head'\]"):
+        from_authors("switchhead_rope", params, **meta, n_head=2)
+    with pytest.raises(ValueError, match="does not fit meta"):
+        from_authors("switchhead_rope", params, **{**meta, "n_experts": 4})
+    with pytest.raises(ValueError, match="no gradient"):
+        to_authors(layer, grad=True)
+    with pytest.raises(ValueError, match="no layer like this"):
+        to_authors(SwitchHeadAttention(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2))
