@@ -11,7 +11,7 @@ from typing import Literal
 class TrainingConfig:
     """Optimisation, batches and bookkeeping of one run.
 
-    Defaults are the paper's (appendix A.5) where it has one rule for all experiments.
+    Defaults are the paper's where it has one rule for all experiments.
 
     Attributes:
         steps: optimizer steps, each on `batch_size * chunk_length` tokens.

@@ -1,0 +1,90 @@
+"""Text from a language model."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from switchhead.data import Vocabulary
+from switchhead.hf import SwitchHeadForCausalLM
+
+
+@torch.no_grad()
+def generate(
+    model: SwitchHeadForCausalLM,
+    vocabulary: Vocabulary,
+    prompt: str = "",
+    *,
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+) -> str:
+    """Continue a prompt, token by token with cached keys and values.
+
+    The model never reads further than it was trained to. Transformer-XL attends to its last `memory_length` tokens,
+    however many there are; other models read from the start of their context until that is full
+    (`max_position_embeddings`), when its later half becomes the context of what follows.
+
+    Args:
+        model: in evaluation mode.
+        vocabulary: the model's.
+        prompt: text at the beginning of a document; may be empty.
+        max_new_tokens: fewer come when the model ends the document.
+        temperature: divides the logits before sampling; 0 takes the likeliest token.
+        top_k: sample from the likeliest k tokens only.
+        seed: of the sampling.
+
+    Returns:
+        The continuation, without the prompt.
+
+    Raises:
+        ValueError: a setting out of its range.
+    """
+    if max_new_tokens < 1:
+        raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
+    if not temperature >= 0:
+        raise ValueError(f"temperature is {temperature}; it must be 0 or more")
+    if top_k is not None and top_k < 1:
+        raise ValueError(f"top_k is {top_k}; it must be at least 1, or None")
+    sampling = {"do_sample": True, "temperature": temperature, "top_k": top_k or 0} if temperature else {}
+    context = torch.tensor([[vocabulary.beginning, *vocabulary.encode(prompt).tolist()]], device=model.device)
+    config = model.config
+    limit = None if config.sliding_window else config.memory_length + config.max_position_embeddings
+    continuation: list[int] = []
+    with torch.random.fork_rng(devices=[model.device] if model.device.type == "cuda" else []), _any_length():
+        torch.manual_seed(seed)
+        while len(continuation) < max_new_tokens:
+            n_new = max_new_tokens - len(continuation)
+            if limit is not None:
+                if context.shape[1] >= limit:
+                    context = context[:, -max(limit // 2, 1) :]
+                n_new = min(n_new, max(limit - context.shape[1], 1))
+            longer = model.generate(  # pyright: ignore[reportAttributeAccessIssue] (transformers' protocol is too narrow)
+                context,
+                attention_mask=torch.ones_like(context),
+                max_new_tokens=n_new,
+                eos_token_id=vocabulary.beginning,
+                pad_token_id=vocabulary.beginning,
+                **sampling,
+            )
+            continuation += longer[0, context.shape[1] :].tolist()
+            context = longer
+            if continuation[-1] == vocabulary.beginning:
+                break
+    return vocabulary.decode(continuation)
+
+
+@contextmanager
+def _any_length() -> Iterator[None]:
+    """Without transformers' reminder about texts longer than one chunk, which Transformer-XL is made for."""
+    logger = logging.getLogger("transformers.generation.stopping_criteria")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)

@@ -1,0 +1,97 @@
+"""What a person sees of a run in progress: a bar on a terminal, now and then a line elsewhere."""
+
+from __future__ import annotations
+
+import sys
+import time
+from abc import ABC, abstractmethod
+from types import TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeRemainingColumn
+
+SECONDS_BETWEEN_LINES = 10.0
+
+
+class ProgressDisplay(ABC):
+    """Shows a run of `total` steps on standard error; a context manager."""
+
+    def __init__(self, total: int, done: int, title: str) -> None:
+        self.total, self.first, self.title = total, done, title
+        self.started = time.monotonic()
+        self.validation = ""
+
+    @abstractmethod
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        """A step is done."""
+
+    def validated(self, step: int, perplexity: float) -> None:
+        """A validation is done."""
+        self.validation = f"  validation perplexity {perplexity:.3f} (step {step})"
+
+    def __enter__(self) -> ProgressDisplay:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def close(self) -> None:  # noqa: B027 (most displays have nothing to close)
+        """Leave the last state on the screen."""
+
+
+def make_progress(total: int, done: int, title: str, *, show: bool) -> ProgressDisplay:
+    """The display that fits standard error."""
+    if not show:
+        return _Silent(total, done, title)
+    return _Bar(total, done, title) if sys.stderr.isatty() else _Lines(total, done, title)
+
+
+class _Silent(ProgressDisplay):
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        pass
+
+
+class _Bar(ProgressDisplay):
+    def __init__(self, total: int, done: int, title: str) -> None:
+        super().__init__(total, done, title)
+        self._progress = Progress(
+            TextColumn("{task.description}"),
+            BarColumn(),
+            TextColumn("{task.completed}/{task.total}  {task.fields[numbers]}"),
+            TimeRemainingColumn(),
+            TextColumn("left"),
+            console=Console(stderr=True),
+        )
+        self._task = self._progress.add_task(title, total=total, completed=done, numbers="")
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        numbers = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s{self.validation}"
+        self._progress.update(self._task, completed=step, numbers=numbers)
+
+    def __enter__(self) -> ProgressDisplay:
+        self._progress.start()
+        return self
+
+    def close(self) -> None:
+        self._progress.stop()
+
+
+class _Lines(ProgressDisplay):
+    def __init__(self, total: int, done: int, title: str) -> None:
+        super().__init__(total, done, title)
+        self._last = self.started
+
+    def step(self, step: int, loss: float, tokens_per_second: float) -> None:
+        now = time.monotonic()
+        if now - self._last < SECONDS_BETWEEN_LINES and step != self.total:
+            return
+        self._last = now
+        left = (now - self.started) / (step - self.first) * (self.total - step)
+        print(
+            f"{self.title}  step {step}/{self.total}  loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
+            f"{self.validation}  {left:.0f} s left",
+            file=sys.stderr,
+            flush=True,
+        )

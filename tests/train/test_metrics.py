@@ -1,0 +1,46 @@
+import json
+
+import pytest
+
+from switchhead.train.metrics import MetricsLog, read_metrics
+
+
+@pytest.fixture
+def paths(tmp_path):
+    return tmp_path / "metrics.jsonl", tmp_path / "tensorboard"
+
+
+def test_every_line_is_on_file_at_once(paths):
+    with MetricsLog(*paths, step=0) as log:
+        log.append(1, {"loss": 2.5})
+        assert paths[0].read_text() == '{"step": 1, "loss": 2.5}\n'
+
+
+def test_going_on_drops_what_lies_beyond_the_checkpoint_and_a_line_cut_short(paths):
+    with MetricsLog(*paths, step=0) as log:
+        for step in range(1, 6):
+            log.append(step, {"loss": float(step)})
+    with paths[0].open("a") as file:
+        file.write('{"step": 6, "lo')
+    with MetricsLog(*paths, step=3) as log:
+        log.append(4, {"loss": 40.0})
+    assert [(line["step"], line["loss"]) for line in read_metrics(paths[0])] == [
+        (1, 1.0), (2, 2.0), (3, 3.0), (4, 40.0),
+    ]  # fmt: skip
+
+
+def test_infinity_is_written_as_json(paths):
+    with MetricsLog(*paths, step=0) as log:
+        log.append(1, {"perplexity": float("inf")})
+    assert json.loads(paths[0].read_text()) == {"step": 1, "perplexity": None}
+
+
+def test_tensorboard_gets_the_same_numbers(paths):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    with MetricsLog(*paths, step=0) as log:
+        log.append(1, {"loss": 2.5})
+        log.append(2, {"loss": 1.5})
+    events = EventAccumulator(str(paths[1]))
+    events.Reload()
+    assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
