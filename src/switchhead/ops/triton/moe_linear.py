@@ -1,0 +1,323 @@
+"""`moe_linear` on Triton kernels, and its first derivatives, as custom operators."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import comb
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+
+from switchhead.ops.dtypes import compute_dtype
+from switchhead.ops.triton.accumulate import accumulate
+from switchhead.ops.triton.decode import decode
+from switchhead.ops.triton.grouping import Rows, group_rows
+from switchhead.ops.triton.operands import ALIGN, aligned_rows, pad_to, prepare_weight, scale_rows
+from switchhead.ops.triton.project import project
+from switchhead.ops.triton.tuning import accumulate_tile, project_tile, weight_grad_tile
+from switchhead.ops.triton.weight_grad import weight_grad
+from switchhead.routing import Routing
+
+DECODE_TOKENS = 16  # up to here a token's few matrix-vector products beat sorting and casting all experts
+_MAX_SETS = 72  # groups of a head; more leave too few rows in each to fill tiles
+_MAX_SLOTS = 4  # sums that one tile of `project` can hold in registers
+_MAX_JOINT_SETS = 128
+_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+
+
+def moe_linear(
+    x: Float[Tensor, "tokens *heads d_in"],
+    weight: Float[Tensor, "pools experts d_in d_out"],
+    routing: Routing,
+    *,
+    reduce: str | None,
+) -> Tensor:
+    """`moe_linear` for CUDA; differentiable once in x, weight and gates, repeatable bit for bit.
+
+    x and weight may have any strides and any mix of float32, bfloat16 and float16: weights are cast as they are laid
+    out for the kernels, so autocast needs no copy of its own.
+
+    Raises:
+        ValueError: for float64.
+    """
+    dtype = compute_dtype(x, weight)
+    if dtype not in _DTYPES:
+        raise ValueError(f"backend='triton' computes in float32, bfloat16 or float16, not {dtype}; use 'reference'")
+    keep_slots = reduce == "k" and routing.gates.requires_grad and torch.is_grad_enabled()
+    out, _ = _forward(x.to(dtype), weight, routing.gates, routing.expert_indices, reduce or "none", dtype, keep_slots)
+    return out
+
+
+@dataclass(frozen=True)
+class _Problem:
+    """What shapes decide, before any number is looked at."""
+
+    tokens: int
+    heads: int
+    k: int
+    n_experts: int
+    pooled: bool  # one set of matrices for all heads
+    per_head: bool  # x has a row for each head
+
+    @classmethod
+    def of(cls, x: Tensor, weight: Tensor, expert_indices: Tensor) -> _Problem:
+        tokens, heads, k = expert_indices.shape
+        return cls(tokens, heads, k, weight.shape[1], weight.shape[0] == 1, x.ndim == 3)
+
+    @property
+    def by_sets(self) -> bool:
+        """Group a head's rows by the set of its k experts; otherwise each slot is a row of its own."""
+        return self.k <= _MAX_SLOTS and comb(self.n_experts, self.k) <= _MAX_SETS
+
+    @property
+    def segments(self) -> int:
+        return 1 if self.pooled else self.heads
+
+    def project_rows(self) -> Rows:
+        """Rows of `project`: a token and head, or a slot."""
+        inner = self.heads // self.segments
+        if self.by_sets:
+            return Rows(self.segments, inner, 1, self.k, self.n_experts, self.pooled)
+        return Rows(self.segments, inner * self.k, 1, 1, self.n_experts, self.pooled)
+
+    def accumulate_rows(self, *, per_head: bool) -> tuple[Rows, bool]:
+        """Rows of `accumulate`, and whether its passes add up the heads: then a row covers as many heads as it can."""
+        if not self.by_sets:
+            return self.slot_rows(), False
+        if per_head or self.pooled:
+            return self.project_rows(), False
+        parts = 2 if self.heads % 2 == 0 and comb(self.n_experts, self.k) ** 2 <= _MAX_JOINT_SETS else 1
+        return Rows(self.heads // parts, 1, parts, self.k, self.n_experts), True
+
+    def slot_rows(self) -> Rows:
+        """Slots by expert."""
+        inner = self.heads // self.segments * self.k
+        return Rows(self.segments, inner, 1, self.k, self.n_experts, self.pooled, single=True)
+
+
+@torch.library.custom_op("switchhead::moe_linear", mutates_args=())
+def _forward(
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    reduce: str,
+    dtype: torch.dtype,
+    keep_slots: bool,
+) -> tuple[Tensor, Tensor]:
+    """The result, and with `keep_slots` the unweighted rows `[N, H, K, d_out]` that the gates' gradients need."""
+    p = _Problem.of(x, weight, expert_indices)
+    d_out = weight.shape[3]
+    nothing = x.new_empty(0)
+    shape = _out_shape(p, reduce, d_out)
+    if p.tokens == 0:
+        return x.new_empty(shape), nothing
+    if p.tokens <= DECODE_TOKENS and not keep_slots:
+        per_token = {"heads": 1, "k": p.heads, "none": p.heads * p.k}[reduce]
+        out = decode(x, weight, None if reduce == "none" else gates, expert_indices, dtype, per_token=per_token)
+        return out.view(shape), nothing
+    if reduce == "heads":
+        return _accumulate(p, x, weight, gates, expert_indices, dtype, narrow_in=True).view(shape), nothing
+    shared = 1 if p.per_head else p.heads
+    out, kept, _ = _project(
+        p, x, weight, None if reduce == "none" else gates, expert_indices, dtype,
+        narrow_in=False, shared=shared, keep_slots=keep_slots or reduce == "none",
+    )  # fmt: skip
+    if reduce == "none":
+        assert kept is not None
+        return kept.view(shape), nothing
+    assert out is not None
+    return out.view(shape), nothing if kept is None else kept.view(p.tokens, p.heads, p.k, d_out)
+
+
+@_forward.register_fake
+def _(x, weight, gates, expert_indices, reduce, dtype, keep_slots):
+    p = _Problem.of(x, weight, expert_indices)
+    d_out = weight.shape[3]
+    kept = x.new_empty(p.tokens, p.heads, p.k, d_out) if keep_slots else x.new_empty(0)
+    return x.new_empty(_out_shape(p, reduce, d_out)), kept
+
+
+@torch.library.custom_op("switchhead::moe_linear_backward", mutates_args=())
+def _backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    kept: Tensor,
+    reduce: str,
+    dtype: torch.dtype,
+    need_x: bool,
+    need_weight: bool,
+    need_gates: bool,
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gradients of x, weight and gates; an empty tensor where none is needed."""
+    p = _Problem.of(x, weight, expert_indices)
+    nothing = x.new_empty(0)
+    if p.tokens == 0:
+        return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(gates)
+    grad_x = grad_gates = nothing
+    d_in, d_out = weight.shape[2:]
+    narrow_in = reduce == "heads"
+    width = pad_to(d_in if narrow_in else d_out, ALIGN)
+
+    if narrow_in:
+        wide = aligned_rows(grad, dtype)
+        if need_x or need_gates:
+            rows = x.contiguous()
+            dot_with = rows if need_gates else None
+            out, _, dots = _project(
+                p, wide, weight, gates, expert_indices, dtype,
+                narrow_in=True, shared=p.heads, dot_with=dot_with,
+            )  # fmt: skip
+            assert out is not None
+            grad_x = out.view(p.tokens, p.heads, d_in)
+            if not p.per_head:
+                grad_x = grad_x.sum(1)
+            if dots is not None:
+                grad_gates = dots.sum(0).view(gates.shape).to(gates.dtype)
+        if need_weight:
+            scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=width)
+    else:
+        per_slot = reduce == "none"
+        projected = kept if need_gates and not per_slot else None
+        scaled, dots = scale_rows(
+            grad, expert_indices, None if per_slot else gates, dtype,
+            width=width, per_slot=per_slot, projected=projected,
+        )  # fmt: skip
+        if dots is not None:
+            grad_gates = dots.to(gates.dtype)
+        elif need_gates:
+            grad_gates = torch.zeros_like(gates)
+        if need_x:
+            grad_x = _accumulate_rows(p, scaled, weight, expert_indices, dtype, narrow_in=False, per_head=p.per_head)
+            grad_x = grad_x.view(x.shape)
+        wide = aligned_rows(x, dtype) if need_weight else nothing
+
+    grad_weight = nothing
+    if need_weight:
+        grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
+        per_wide_row = p.k if p.per_head and not narrow_in else p.heads * p.k
+        tile = weight_grad_tile(dtype, wide.shape[1], width)
+        weight_grad(
+            wide, scaled, group_rows(expert_indices, p.slot_rows()), grad_weight.flatten(0, 1),
+            wide_in=not narrow_in, shared=per_wide_row, precision=_precision(), tile=tile,
+            programs=_programs(grad.device),
+        )  # fmt: skip
+    return grad_x, grad_weight, grad_gates
+
+
+@_backward.register_fake
+def _(grad, x, weight, gates, expert_indices, kept, reduce, dtype, need_x, need_weight, need_gates):
+    def like(tensor: Tensor, needed: bool) -> Tensor:
+        return tensor.new_empty(tensor.shape) if needed else x.new_empty(0)
+
+    return like(x, need_x), like(weight, need_weight), like(gates, need_gates)
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, gates, expert_indices, ctx.reduce, ctx.dtype, _ = inputs
+    ctx.save_for_backward(x, weight, gates, expert_indices, output[1])
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _grad_kept):
+    if grad is None:
+        return (None,) * 7
+    needs = ctx.needs_input_grad[:3]
+    grads = _backward(grad, *ctx.saved_tensors, ctx.reduce, ctx.dtype, *needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None, None
+
+
+_forward.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _out_shape(p: _Problem, reduce: str, d_out: int) -> tuple[int, ...]:
+    return {
+        "heads": (p.tokens, d_out),
+        "k": (p.tokens, p.heads, d_out),
+        "none": (p.tokens, p.heads, p.k, d_out),
+    }[reduce]
+
+
+def _precision() -> str:
+    """Of float32 matmuls; 16-bit operands have only one."""
+    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _programs(device: torch.device) -> int:
+    """One `weight_grad` program for each multiprocessor."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
+
+
+def _project(
+    p: _Problem,
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor | None,
+    expert_indices: Tensor,
+    dtype: torch.dtype,
+    *,
+    narrow_in: bool,
+    shared: int,
+    keep_slots: bool = False,
+    dot_with: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`project` for rows that are heads or slots; x has one row for `shared` heads."""
+    d_in, d_out = weight.shape[2:]
+    width = d_in if narrow_in else d_out
+    rows = p.project_rows()
+    tile = project_tile(dtype, rows.slots, width)
+    x = aligned_rows(x, dtype)
+    slots_per_head = p.k // rows.slots
+    dot_shared = slots_per_head * (1 if p.per_head else p.heads)
+    out, kept, dots = project(
+        x, prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(tile.n, tile.k)),
+        expert_indices.contiguous(), None if gates is None else gates.contiguous(), group_rows(expert_indices, rows),
+        width=width, shared=shared * slots_per_head, precision=_precision(), tile=tile,
+        keep_slots=keep_slots, dot_with=dot_with, dot_shared=dot_shared,
+    )  # fmt: skip
+    if out is not None and slots_per_head > 1:
+        out = out.view(-1, slots_per_head, width).sum(1)
+    return out, kept, dots
+
+
+def _accumulate(
+    p: _Problem,
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    dtype: torch.dtype,
+    *,
+    narrow_in: bool,
+) -> Tensor:
+    """Scale the rows of x by their gates, multiply, and sum over slots and heads."""
+    scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=pad_to(x.shape[-1], ALIGN))
+    return _accumulate_rows(p, scaled, weight, expert_indices, dtype, narrow_in=narrow_in, per_head=False)
+
+
+def _accumulate_rows(
+    p: _Problem,
+    scaled: Tensor,
+    weight: Tensor,
+    expert_indices: Tensor,
+    dtype: torch.dtype,
+    *,
+    narrow_in: bool,
+    per_head: bool,
+) -> Tensor:
+    """`accumulate` summed over slots, and over heads unless `per_head`."""
+    width = weight.shape[3] if narrow_in else weight.shape[2]
+    depth = scaled.shape[1]
+    rows, passes = p.accumulate_rows(per_head=per_head)
+    tile = accumulate_tile(dtype)
+    prepared = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(ALIGN, tile.n))
+    out = accumulate(
+        scaled, prepared, group_rows(expert_indices, rows),
+        width=width, depth=depth, passes=passes, precision=_precision(), tile=tile,
+    )  # fmt: skip
+    n_out = p.tokens * p.heads if per_head else p.tokens
+    return out if out.shape[0] == n_out else out.view(n_out, -1, width).sum(1)
