@@ -18,6 +18,8 @@ def relative_bias(
         n_keys: S. Entries of future keys are meaningless where r ends at distance 0.
     """
     n_queries = q.shape[-2]
+    if n_queries == 0:
+        return q.new_zeros(*q.shape[:-1], n_keys)
     scores = q @ r.mT  # [B, H, T, distances]
     # Entry (i, j) is at distance index T - 1 - i + j: rows of one more column, read with rows of one less.
     scores = F.pad(scores, (0, n_keys + n_queries - scores.shape[-1]))

@@ -1,0 +1,297 @@
+"""What holds for every attention layer, with every kind of positions."""
+
+import copy
+import pickle
+
+import pytest
+import torch
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.checkpoint import checkpoint
+
+from switchhead import MultiHeadAttention, Rotary, SwitchHeadAttention
+from tests.helpers import gradients, relative_error
+
+LAYERS = {
+    "switchhead": lambda **o: SwitchHeadAttention(**{**dict(d_model=12, n_heads=2, n_experts=3, d_head=7, k=2), **o}),
+    "mha": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7), **o}),
+    "gqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=2), **o}),
+    "mqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=1), **o}),
+}
+POSITIONS = ["none", "rotary", "relative"]
+every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
+every_position = pytest.mark.parametrize("positions", POSITIONS)
+
+
+class GrowingCache:
+    """Concatenates, as a dynamic cache does."""
+
+    def __init__(self):
+        self.k = self.v = None
+
+    def update(self, k, v):
+        self.k = k if self.k is None else torch.cat([self.k, k], 2)
+        self.v = v if self.v is None else torch.cat([self.v, v], 2)
+        return self.k, self.v
+
+
+def inputs(batch=2, length=6, dtype=torch.float64):
+    return torch.randn(batch, length, 12, dtype=dtype)
+
+
+@every_layer
+@every_position
+def test_cached_decoding_matches_full_forward(make, positions):
+    module, x = make(positions=positions).double().eval(), inputs(length=17)
+    full, cache = module(x), GrowingCache()
+    for t in range(17):
+        step = module(x[:, t : t + 1], cache=cache, position_ids=torch.tensor([t]))
+        assert relative_error(step, full[:, t : t + 1]) < 1e-12, t
+
+
+@every_layer
+@every_position
+def test_a_cached_chunk_of_several_tokens_matches_full_forward(make, positions):
+    module, x = make(positions=positions).double().eval(), inputs(length=9)
+    full, cache = module(x), GrowingCache()
+    for first, last in ((0, 4), (4, 5), (5, 9)):
+        part = module(x[:, first:last], cache=cache, position_ids=torch.arange(first, last))
+        assert relative_error(part, full[:, first:last]) < 1e-12
+
+
+@every_layer
+@every_position
+def test_a_chunk_with_memory_matches_one_long_sequence(make, positions):
+    module, x = make(positions=positions).double(), inputs(length=8)
+    assert relative_error(module(x[:, 5:], memory=x[:, :5]), module(x)[:, 5:]) < 1e-12
+
+
+@every_layer
+@every_position
+def test_left_padding_changes_nothing(make, positions):
+    module, x = make(positions=positions).double(), inputs(batch=1, length=10)
+    short = x[:, 7:]
+    padded = torch.cat([torch.randn(1, 7, 12, dtype=torch.float64), short], 1)
+    batch = torch.cat([padded, x])
+    mask = torch.zeros(2, 10, dtype=torch.bool)
+    mask[0, :7] = True
+    ids = torch.stack([torch.arange(10) - 7, torch.arange(10)]).clamp(min=0)
+    together = module(batch, key_padding_mask=mask, position_ids=ids)
+    assert relative_error(together[0, 7:], module(short)[0]) < 1e-12
+    assert relative_error(together[1], module(x)[0]) < 1e-12
+
+
+@every_layer
+@every_position
+def test_a_causal_layer_does_not_look_ahead(make, positions):
+    module, x = make(positions=positions).double(), inputs()
+    changed = x.clone()
+    changed[:, 4:] = torch.randn(2, 2, 12, dtype=torch.float64)
+    assert torch.equal(module(x)[:, :4], module(changed)[:, :4])
+    assert not torch.allclose(module(x)[:, 4:], module(changed)[:, 4:])
+
+
+@every_layer
+@every_position
+def test_masks_follow_torchs_conventions(make, positions):
+    module, x = make(positions=positions, causal=False).double(), inputs()
+    future = torch.ones(6, 6, dtype=torch.bool).triu(1)
+    causal = make(positions=positions).double()
+    causal.load_state_dict(module.state_dict())
+    expected = causal(x)
+    additive = torch.zeros(6, 6, dtype=torch.float64).masked_fill(future, -torch.inf)
+    heads = module.n_heads
+    for mask in (future, additive, future.expand(2 * heads, 6, 6), additive.expand(2, 1, 6, 6), future[None, None]):
+        assert relative_error(module(x, attn_mask=mask), expected) < 1e-12
+    bias = torch.randn(2, heads, 6, 6, dtype=torch.float64)
+    assert not torch.allclose(module(x, attn_mask=bias), module(x))
+
+
+@every_layer
+@every_position
+def test_rows_that_see_nothing_give_zeros_and_finite_gradients_for_three_steps(make, positions, poisoned_allocations):
+    module = make(positions=positions).double()
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.1)
+    mask = torch.tensor([[True] * 6, [True] * 3 + [False] * 3])
+    for _ in range(3):
+        x = inputs().requires_grad_()
+        y = module(x, key_padding_mask=mask)
+        assert y[0].eq(0).all()
+        assert y[1, :3].eq(0).all()
+        assert y[1, 3:].abs().min() > 0
+        optimizer.zero_grad()
+        y.square().sum().backward()
+        assert torch.isfinite(x.grad).all()
+        assert all(torch.isfinite(p.grad).all() for p in module.parameters())
+        optimizer.step()
+
+
+@every_layer
+def test_mixed_dtypes_run_outside_autocast_and_inside(make):
+    module = make(positions="rotary")
+    x = inputs(dtype=torch.float32)
+    exact = copy.deepcopy(module).double()(x.double())
+    for module_dtype in (torch.float32, torch.bfloat16, torch.float16):
+        for x_dtype in (torch.float32, torch.bfloat16, torch.float16):
+            mixed = copy.deepcopy(module).to(module_dtype)
+            y = mixed(x.to(x_dtype))
+            assert y.dtype == torch.promote_types(module_dtype, x_dtype)
+            y.sum().backward()
+            assert relative_error(y, exact) < 0.05
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        assert module(x).dtype == torch.bfloat16
+
+
+@every_layer
+@every_position
+@pytest.mark.parametrize("length", [1, 0])
+def test_one_token_and_no_token(make, positions, length):
+    module = make(positions=positions)
+    x = torch.randn(2, length, 12, requires_grad=True)
+    y = module(x)
+    assert y.shape == x.shape
+    y.sum().backward()
+    assert torch.isfinite(x.grad).all()
+    assert module(torch.randn(0, 4, 12)).shape == (0, 4, 12)
+
+
+@every_layer
+def test_transposed_and_expanded_inputs_and_gradients(make):
+    module = make(positions="rotary").double()
+    x = torch.randn(12, 6, 2, dtype=torch.float64).permute(2, 1, 0).requires_grad_()
+    y = module(x)
+    (strided,) = torch.autograd.grad(y.sum(), x)  # an expanded gradient
+    (plain,) = torch.autograd.grad(module(x.contiguous()), x, torch.ones_like(y))
+    assert relative_error(strided, plain) < 1e-13
+
+
+@every_layer
+@every_position
+def test_pickled_and_deep_copied_layers_are_equal_and_independent(make, positions):
+    module, x = make(positions=positions), inputs(dtype=torch.float32)
+    for other in (copy.deepcopy(module), pickle.loads(pickle.dumps(module))):
+        assert torch.equal(other(x), module(x))
+        assert not {id(p) for p in other.parameters()} & {id(p) for p in module.parameters()}
+
+
+@every_layer
+@every_position
+def test_layers_build_on_meta_and_come_to_life(make, positions):
+    with torch.device("meta"):
+        module = make(positions=positions)
+    assert all(p.is_meta for p in module.parameters())
+    assert module(torch.empty(2, 5, 12, device="meta")).shape == (2, 5, 12)
+    module = module.to_empty(device="cpu")
+    module.reset_parameters()
+    assert torch.isfinite(module(inputs(dtype=torch.float32))).all()
+
+
+@every_layer
+@every_position
+@pytest.mark.parametrize("use_reentrant", [False, True])
+def test_gradient_checkpointing_changes_no_gradient(make, positions, use_reentrant):
+    module, x = make(positions=positions).double(), inputs().requires_grad_()
+    tensors = [x, *module.parameters()]
+    plain = gradients(module(x), *tensors)
+    module.zero_grad()
+    x.grad = None
+    y = checkpoint(module, x, use_reentrant=use_reentrant)
+    cotangent = torch.randn(y.shape, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    y.backward(cotangent)
+    for a, tensor in zip(plain, tensors, strict=True):
+        assert relative_error(tensor.grad, a) < 1e-13
+
+
+def assert_compiled_equals_eager(module, backend):
+    torch.compiler.reset()
+    x, memory = (inputs(dtype=torch.float32).requires_grad_() for _ in range(2))
+    compiled = torch.compile(module, fullgraph=True, backend=backend)
+    tensors = [x, memory, *module.parameters()]
+    found, expected = compiled(x, memory=memory), module(x, memory=memory)
+    assert relative_error(found, expected) < 1e-5
+    for a, b in zip(gradients(found, *tensors), gradients(expected, *tensors), strict=True):
+        assert relative_error(a, b) < 1e-5
+
+
+@every_layer
+@every_position
+def test_layers_trace_to_one_graph(make, positions):
+    assert_compiled_equals_eager(make(positions=positions), "aot_eager")
+
+
+@pytest.mark.slow
+def test_a_compiled_layer_equals_the_eager_one():
+    assert_compiled_equals_eager(LAYERS["switchhead"](positions="rotary"), "inductor")
+
+
+@pytest.mark.parametrize("positions", ["none", "rotary"])
+@every_layer
+def test_plain_causal_attention_carries_no_mask(make, positions):
+    with sdpa_kernel(SDPBackend.FLASH_ATTENTION):  # refuses masks
+        make(positions=positions)(inputs(dtype=torch.float32))
+
+
+@every_layer
+def test_no_state_stays_on_the_module(make):
+    module = make(positions="relative")
+    before = set(vars(module)), [name for name, _ in module.named_buffers()]
+    module(inputs(dtype=torch.float32), memory=inputs(dtype=torch.float32))
+    assert (set(vars(module)), [name for name, _ in module.named_buffers()]) == before
+
+
+def test_grouped_queries_equal_heads_with_repeated_keys_and_values():
+    gqa = LAYERS["gqa"](positions="rotary").double()
+    mha = LAYERS["mha"](positions="rotary").double()
+    state = gqa.state_dict()
+    for name in ("k_proj.weight", "v_proj.weight"):
+        state[name] = state[name].unflatten(0, (2, 7)).repeat_interleave(2, 0).flatten(0, 1)
+    mha.load_state_dict(state)
+    x = inputs()
+    assert relative_error(gqa(x), mha(x)) < 1e-13
+
+
+def test_dense_attention_equals_torchs_own():
+    ours = MultiHeadAttention(d_model=12, n_heads=3, d_head=4, causal=False).double()
+    theirs = torch.nn.MultiheadAttention(12, 3, bias=False, batch_first=True, dtype=torch.float64)
+    with torch.no_grad():
+        theirs.in_proj_weight.copy_(torch.cat([ours.q_proj.weight, ours.k_proj.weight, ours.v_proj.weight]))
+        theirs.out_proj.weight.copy_(ours.o_proj.weight)
+    x, padding = inputs(), torch.zeros(2, 6, dtype=torch.bool)
+    padding[1, 4:] = True
+    mask = torch.rand(6, 6 * 1) < 0.3
+    mask.fill_diagonal_(False)
+    expected, _ = theirs(x, x, x, key_padding_mask=padding, attn_mask=mask)
+    assert relative_error(ours(x, key_padding_mask=padding, attn_mask=mask)[:, :4], expected[:, :4]) < 1e-12
+
+
+def test_explicit_position_ids_shift_nothing_when_all_move_together():
+    module, x = LAYERS["switchhead"](positions=Rotary(fraction=0.8)).double(), inputs()
+    shifted = module(x, position_ids=torch.arange(6) + 100)
+    assert relative_error(shifted, module(x)) < 1e-11
+    restarted = module(x, position_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
+    assert not torch.allclose(restarted, module(x))
+
+
+@every_layer
+def test_bad_inputs_are_named(make):
+    module, x = make(positions="rotary"), inputs(dtype=torch.float32)
+    cases = [
+        (lambda: module(x[0]), r"x must be \[batch, length, d_model=12\]"),
+        (lambda: module(x[..., :5]), r"d_model=12"),
+        (lambda: module(x.long()), "must be floating point"),
+        (lambda: module(x, memory=x, context=x), "exclude each other"),
+        (lambda: module(x, memory=x[:1]), r"memory must be \[2, length, 12\]"),
+        (lambda: module(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"boolean \[2, 6\]"),
+        (lambda: module(x, key_padding_mask=torch.zeros(2, 6)), "must be boolean"),
+        (lambda: module(x, attn_mask=torch.zeros(6, 5)), r"attn_mask must be"),
+        (lambda: module(x, attn_mask=torch.zeros(6, 6, dtype=torch.long)), r"attn_mask must be boolean"),
+        (lambda: module(x, cache=GrowingCache()), "need position_ids"),
+        (lambda: module(x, position_ids=torch.arange(5)), r"position_ids must be \[6\]"),
+    ]
+    for call, message in cases:
+        with pytest.raises(ValueError, match=message):
+            call()
+
+
+def test_head_counts_that_do_not_divide_are_refused():
+    with pytest.raises(ValueError, match="n_kv_heads=3 must divide n_heads=4"):
+        MultiHeadAttention(d_model=12, n_heads=4, d_head=7, n_kv_heads=3)
