@@ -9,8 +9,11 @@ if not torch.cuda.is_available():
 
 import pytest
 
+import numpy as np
+
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 _patch_lang_tensor = interpreter._patch_lang_tensor
+_create_dot = interpreter.InterpreterBuilder.create_dot
 
 
 def _patch_lang_tensor_for_numpy(tensor, scope):
@@ -19,7 +22,21 @@ def _patch_lang_tensor_for_numpy(tensor, scope):
     scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
 
+def _create_dot_with_bfloat16(self, a, b, d, *args):
+    """The interpreter keeps bfloat16 as its bits, and multiplies the bits; widen them first."""
+    a, b = (_widened(operand) for operand in (a, b))
+    return _create_dot(self, a, b, d, *args)
+
+
+def _widened(operand):
+    if operand.dtype.scalar != interpreter.tl.bfloat16:
+        return operand
+    bits = operand.data.astype(np.uint32) << 16
+    return interpreter.TensorHandle(bits.view(np.float32), interpreter.tl.float32)
+
+
 interpreter._patch_lang_tensor = _patch_lang_tensor_for_numpy
+interpreter.InterpreterBuilder.create_dot = _create_dot_with_bfloat16
 
 
 @pytest.fixture

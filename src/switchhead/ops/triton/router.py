@@ -1,0 +1,339 @@
+"""`route` on Triton: scores, the k best and their gates in one pass over the tokens; scores are never written.
+
+Scores have float32 precision whatever x is. bfloat16 rows are multiplied as they are with weights split into three
+bfloat16 parts, whose sum is the float32 weight; other dtypes are multiplied as float32.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Bool, Float, Int
+from torch import Tensor
+
+from switchhead.ops.triton.operands import pad_to
+
+_BLOCK_K = 64
+_SPLITS = 32  # of the tokens, in the sum that is the weights' gradient
+
+
+def route(
+    x: Float[Tensor, "tokens d_model"],
+    weight: Float[Tensor, "heads experts d_model"],
+    k: int,
+    *,
+    gating: str = "sigmoid",
+    dropped: Bool[Tensor, "tokens heads experts"] | None = None,
+) -> tuple[Float[Tensor, "tokens heads k"], Int[Tensor, "tokens heads k"]]:
+    """Gates (float32) and indices (int32) of the k best experts of each token and head, best first, ties to the lowest.
+
+    Several routers over the same tokens run in one pass if their weights are concatenated along the heads.
+    Differentiable once in x and weight.
+    """
+    gates, expert_indices, _ = _route(x, weight, k, gating == "softmax", dropped)
+    return gates, expert_indices
+
+
+@torch.library.custom_op("switchhead::route", mutates_args=())
+def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates, indices, and with softmax the probabilities of all experts, which its derivative needs."""
+    tokens, (heads, experts, d) = x.shape[0], weight.shape
+    gates = torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
+    expert_indices = torch.empty(tokens, heads, k, dtype=torch.int32, device=x.device)
+    probabilities = x.new_empty((tokens, heads, experts) if softmax else 0, dtype=torch.float32)
+    if tokens == 0:
+        return gates, expert_indices, probabilities
+    x = x if x.stride(1) == 1 else x.contiguous()
+    parts = _split_weight(x, weight)
+    block = _block_m(parts.shape[1])
+    _route_kernel[(triton.cdiv(tokens, block),)](
+        x, parts, None if dropped is None else dropped.contiguous(), gates, expert_indices,
+        probabilities if softmax else None, tokens, x.stride(0), d, parts.shape[2], parts.shape[0], heads, experts,
+        *_padded(heads, experts), k, _precision(x), block, _BLOCK_K, num_warps=4, num_stages=4,
+    )  # fmt: skip
+    return gates, expert_indices, probabilities
+
+
+@_route.register_fake
+def _(x, weight, k, softmax, dropped):
+    tokens, (heads, experts, _) = x.shape[0], weight.shape
+    return (
+        x.new_empty(tokens, heads, k, dtype=torch.float32),
+        x.new_empty(tokens, heads, k, dtype=torch.int32),
+        x.new_empty((tokens, heads, experts) if softmax else 0, dtype=torch.float32),
+    )
+
+
+@torch.library.custom_op("switchhead::route_backward", mutates_args=())
+def _route_backward(
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    probabilities: Tensor,
+    softmax: bool,
+    need_x: bool,
+    need_weight: bool,
+) -> tuple[Tensor, Tensor]:
+    """Gradients of x and weight; an empty tensor where none is needed."""
+    tokens, (heads, experts, d) = x.shape[0], weight.shape
+    if tokens == 0:
+        return torch.zeros_like(x), torch.zeros_like(weight)
+    k = gates.shape[2]
+    grad = grad.contiguous()
+    x = x if x.stride(1) == 1 else x.contiguous()
+    choice = (grad, gates, expert_indices, probabilities if softmax else None)
+    sizes = (heads, experts, *_padded(heads, experts), k)
+    width = sizes[2] * sizes[3]
+    grad_x = grad_weight = x.new_empty(0)
+    block_m, block_n = _block_m(width), 128
+    if need_x:
+        grad_x = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
+        _grad_x_kernel[(triton.cdiv(tokens, block_m), triton.cdiv(d, block_n))](
+            *choice, weight.contiguous(), grad_x, tokens, d, *sizes,
+            "tf32" if x.dtype != torch.float32 else _precision(x), block_m, block_n,
+        )  # fmt: skip
+    if need_weight:
+        partial = torch.empty(_SPLITS, heads * experts, d, dtype=torch.float32, device=x.device)
+        block_d = 128 if width <= 64 else 32
+        _grad_weight_kernel[(triton.cdiv(d, block_d), _SPLITS)](
+            *choice, x, partial, tokens, x.stride(0), d, *sizes, 3 if x.dtype == torch.bfloat16 else 1,
+            _precision(x), 64 if width <= 64 else 32, block_d, num_warps=4, num_stages=3,
+        )  # fmt: skip
+        grad_weight = partial.sum(0).view(weight.shape).to(weight.dtype)
+    return grad_x, grad_weight
+
+
+@_route_backward.register_fake
+def _(grad, x, weight, gates, expert_indices, probabilities, softmax, need_x, need_weight):
+    return (
+        x.new_empty(x.shape) if need_x else x.new_empty(0),
+        weight.new_empty(weight.shape) if need_weight else x.new_empty(0),
+    )
+
+
+def _setup_context(ctx, inputs, output):
+    x, weight, _, ctx.softmax, _ = inputs
+    gates, expert_indices, probabilities = output
+    ctx.save_for_backward(x, weight, gates, expert_indices, probabilities)
+    ctx.set_materialize_grads(False)
+
+
+def _differentiate(ctx, grad, _grad_indices, _grad_probabilities):
+    if grad is None:
+        return (None,) * 5
+    needs = ctx.needs_input_grad[:2]
+    grads = _route_backward(grad, *ctx.saved_tensors, ctx.softmax, *needs)
+    return *(g if need else None for g, need in zip(grads, needs, strict=True)), None, None, None
+
+
+_route.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _padded(heads: int, experts: int) -> tuple[int, int]:
+    """Heads and experts as powers of two whose product is at least 16, the least width of a matrix instruction."""
+    experts = triton.next_power_of_2(experts)
+    return max(triton.next_power_of_2(heads), 16 // experts), experts
+
+
+def _block_m(width: int) -> int:
+    """Tokens of a tile, so that one score for each of `width` experts fits into registers."""
+    return 128 if width <= 64 else max(16, 8192 // width)
+
+
+def _precision(x: Tensor) -> str:
+    exact = x.dtype == torch.float32 and not torch.backends.cuda.matmul.allow_tf32
+    return "ieee" if exact else "tf32x3"
+
+
+def _split_weight(x: Tensor, weight: Tensor) -> Tensor:
+    """`[parts, padded heads * padded experts, padded d]`: bfloat16 parts that sum to weight, or weight as float32."""
+    heads, experts, d = weight.shape
+    n_parts = (1 if weight.dtype == torch.bfloat16 else 3) if x.dtype == torch.bfloat16 else 1
+    padded_heads, padded_experts = _padded(heads, experts)
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    parts = torch.empty(n_parts, padded_heads * padded_experts, pad_to(d, _BLOCK_K), dtype=dtype, device=x.device)
+    _split_weight_kernel[(parts.shape[1], triton.cdiv(parts.shape[2], 256))](
+        weight, parts, *weight.stride(), heads, experts, d, padded_experts, n_parts, parts.shape[1], parts.shape[2], 256
+    )  # fmt: skip
+    return parts
+
+
+@triton.jit
+def _split_weight_kernel(
+    weight_ptr,  # any float dtype [H, E, d]
+    parts_ptr,  # bfloat16 or float32 [PARTS, ROWS, D_PADDED]
+    stride_h, stride_e, stride_d, heads, experts, d,
+    PADDED_EXPERTS: tl.constexpr, PARTS: tl.constexpr, ROWS: tl.constexpr, D_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0)
+    j = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    head, expert = row // PADDED_EXPERTS, row % PADDED_EXPERTS
+    inside = (j < d) & (head < heads) & (expert < experts)
+    rest = tl.load(
+        weight_ptr + head * stride_h + expert * stride_e + j * stride_d, mask=inside, other=0.0
+    ).to(tl.float32)  # fmt: skip
+    for part in tl.static_range(PARTS):
+        value = rest.to(parts_ptr.dtype.element_ty)
+        tl.store(parts_ptr + (part * ROWS + row) * D_PADDED + j, value, mask=j < D_PADDED)
+        rest -= value.to(tl.float32)
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_kernel(
+    x_ptr,  # [tokens, D]
+    parts_ptr,  # [PARTS, PH * PE, D_PADDED]
+    dropped_ptr,  # bool [tokens, H, E] or None
+    gates_ptr,  # float32 [tokens, H, K]
+    indices_ptr,  # int32 [tokens, H, K]
+    probabilities_ptr,  # float32 [tokens, H, E] or None
+    tokens, stride_x,
+    D: tl.constexpr, D_PADDED: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
+    PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    WIDTH: tl.constexpr = PH * PE
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = token < tokens
+    n = tl.arange(0, WIDTH)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
+    scores = tl.zeros((BLOCK_M, WIDTH), tl.float32)
+    for k0 in range(0, D, BLOCK_K):
+        if D % BLOCK_K == 0:
+            x = tl.load(x_at + k0)
+        else:
+            x = tl.load(x_at + k0, mask=(k0 + k < D)[None, :], other=0.0)
+        for part in tl.static_range(PARTS):
+            w = tl.load(parts_ptr + (part * WIDTH + n)[:, None] * D_PADDED + k0 + k[None, :])
+            scores = tl.dot(x.to(w.dtype), w.T, scores, input_precision=PRECISION)
+
+    scores = tl.reshape(scores, (BLOCK_M, PH, PE))
+    h = tl.arange(0, PH)[None, :, None]
+    e = tl.arange(0, PE)[None, None, :]
+    row = token.to(tl.int64)[:, None, None] * H + h
+    exists = (h < H) & (e < E)
+    # Least of all but -inf, which marks experts already taken and padding. A score that is not a number must not
+    # lead to an index out of range either.
+    LEAST: tl.constexpr = -3.0e38
+    allowed = scores == scores
+    if dropped_ptr is not None:
+        out = tl.load(dropped_ptr + row * E + e, mask=valid[:, None, None] & exists, other=0)
+        allowed = allowed & (out == 0)
+    left = tl.where(allowed, scores, LEAST)
+    left = tl.where(e < E, left, float("-inf"))
+    if probabilities_ptr is not None:
+        top = tl.max(left, 2)
+        exponentials = tl.where(left > LEAST, tl.exp(left - top[:, :, None]), 0.0)
+        total = tl.sum(exponentials, 2)
+        total = tl.where(total > 0, total, 1.0)
+        probabilities = exponentials / total[:, :, None]
+        tl.store(probabilities_ptr + row * E + e, probabilities, mask=valid[:, None, None] & exists)
+    slot = (token.to(tl.int64)[:, None] * H + tl.arange(0, PH)[None, :]) * K
+    inside = valid[:, None] & (tl.arange(0, PH) < H)[None, :]
+    for j in tl.static_range(K):
+        best, expert = tl.max(left, 2, return_indices=True, return_indices_tie_break_left=True)
+        if probabilities_ptr is not None:
+            gate = tl.exp(best - top) / total
+        else:
+            gate = 1 / (1 + tl.exp(-best))
+        gate = tl.where(best > LEAST, gate, 0.0)
+        tl.store(gates_ptr + slot + j, gate, mask=inside)
+        tl.store(indices_ptr + slot + j, expert, mask=inside)
+        left = tl.where(e == expert[:, :, None], float("-inf"), left)
+
+
+@triton.jit
+def _score_grads(
+    grad_ptr, gates_ptr, indices_ptr, probabilities_ptr, token, valid,
+    H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+):  # fmt: skip
+    """Gradients of the scores, float32 `[BLOCK_M, PH * PE]`."""
+    h = tl.arange(0, PH)
+    e = tl.arange(0, PE)[None, None, :]
+    inside = valid[:, None] & (h < H)[None, :]
+    row = token.to(tl.int64)[:, None] * H + h[None, :]
+    grads = tl.zeros((BLOCK_M, PH, PE), tl.float32)
+    mean = tl.zeros((BLOCK_M, PH), tl.float32)
+    for j in tl.static_range(K):
+        grad = tl.load(grad_ptr + row * K + j, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gates_ptr + row * K + j, mask=inside, other=0.0)
+        expert = tl.load(indices_ptr + row * K + j, mask=inside, other=-1)
+        if probabilities_ptr is not None:
+            mean += grad * gate
+            value = grad * gate
+        else:
+            value = grad * gate * (1 - gate)
+        grads += tl.where(e == expert[:, :, None], value[:, :, None], 0.0)
+    if probabilities_ptr is not None:
+        probabilities = tl.load(
+            probabilities_ptr + row[:, :, None] * E + e, mask=inside[:, :, None] & (e < E), other=0.0
+        )
+        grads -= probabilities * mean[:, :, None]
+    return tl.reshape(grads, (BLOCK_M, PH * PE))
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _grad_x_kernel(
+    grad_ptr,  # [tokens, H, K]
+    gates_ptr,  # float32 [tokens, H, K]
+    indices_ptr,  # int32 [tokens, H, K]
+    probabilities_ptr,  # float32 [tokens, H, E] or None
+    weight_ptr,  # any float dtype [H, E, D]
+    grad_x_ptr,  # [tokens, D]
+    tokens,
+    D: tl.constexpr, H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    valid = token < tokens
+    grads = _score_grads(grad_ptr, gates_ptr, indices_ptr, probabilities_ptr, token, valid, H, E, PH, PE, K, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    c = tl.arange(0, PH * PE)
+    exists = (c // PE < H) & (c % PE < E)
+    line = c // PE * E + c % PE
+    w = tl.load(weight_ptr + line[:, None] * D + n[None, :], mask=exists[:, None] & (n < D)[None, :], other=0.0)
+    out = tl.dot(grads, w.to(tl.float32), input_precision=PRECISION)
+    target = grad_x_ptr + token.to(tl.int64)[:, None] * D + n[None, :]
+    tl.store(target, out.to(grad_x_ptr.dtype.element_ty), mask=valid[:, None] & (n < D)[None, :])
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _grad_weight_kernel(
+    grad_ptr,  # [tokens, H, K]
+    gates_ptr,  # float32 [tokens, H, K]
+    indices_ptr,  # int32 [tokens, H, K]
+    probabilities_ptr,  # float32 [tokens, H, E] or None
+    x_ptr,  # [tokens, D]
+    partial_ptr,  # float32 [splits, H * E, D]
+    tokens, stride_x,
+    D: tl.constexpr, H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr,
+    PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    split, splits = tl.program_id(1), tl.num_programs(1)
+    per_split = tl.cdiv(tl.cdiv(tokens, splits), BLOCK_M) * BLOCK_M
+    first = split * per_split
+    d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
+    total = tl.zeros((BLOCK_D, PH * PE), tl.float32)
+    for start in range(first, tl.minimum(first + per_split, tokens), BLOCK_M):
+        token = start + tl.arange(0, BLOCK_M)
+        valid = token < tokens
+        x = tl.load(
+            x_ptr + token.to(tl.int64)[:, None] * stride_x + d[None, :],
+            mask=valid[:, None] & (d < D)[None, :],
+            other=0.0,
+        )
+        rest = _score_grads(grad_ptr, gates_ptr, indices_ptr, probabilities_ptr, token, valid, H, E, PH, PE, K, BLOCK_M)
+        if PARTS == 1:
+            total = tl.dot(x.to(tl.float32).T, rest, total, input_precision=PRECISION)
+        else:
+            for _ in tl.static_range(PARTS):
+                part = rest.to(x.dtype)
+                total = tl.dot(x.T, part, total)
+                rest -= part.to(tl.float32)
+    c = tl.arange(0, PH * PE)[None, :]
+    exists = (c // PE < H) & (c % PE < E)
+    line = split.to(tl.int64) * (H * E) + c // PE * E + c % PE
+    tl.store(partial_ptr + line * D + d[:, None], total, mask=exists & (d < D)[:, None])
