@@ -1,0 +1,51 @@
+"""A recipe: everything that decides an experiment, apart from where its text lies."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+from switchhead.hf import SwitchHeadConfig
+from switchhead.train.config import TrainingConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Recipe:
+    """A model, how it is trained, and on what.
+
+    Attributes:
+        model: the architecture.
+        training: optimisation and batches.
+        dataset: corpus that the experiment is about; the text itself is given to `switchhead.train.train`.
+        name: how the command line calls it.
+        table: table of arXiv 2312.07987 that reports it, None where none does.
+        note: what is particular about it, in a line or two.
+    """
+
+    model: SwitchHeadConfig
+    training: TrainingConfig
+    dataset: str
+    name: str = "custom"
+    table: str | None = None
+    note: str = ""
+
+    def with_model(self, **changes: Any) -> Recipe:
+        """The same recipe with other fields of `model`.
+
+        Raises:
+            ValueError: an unknown field, or a value that does not fit; see `SwitchHeadConfig`.
+        """
+        return dataclasses.replace(self, model=dataclasses.replace(self.model, **changes))
+
+    def with_training(self, **changes: Any) -> Recipe:
+        """The same recipe with other fields of `training`.
+
+        Raises:
+            ValueError: a value that does not fit; see `TrainingConfig`.
+        """
+        return dataclasses.replace(self, training=dataclasses.replace(self.training, **changes))
+
+    def on(self, dataset: str) -> Recipe:
+        """The same recipe for another corpus."""
+        return dataclasses.replace(self, dataset=dataset)
