@@ -71,4 +71,4 @@ class Routing:
     def dense_gates(self) -> Float[Tensor, "tokens heads experts"]:
         """Gates scattered over all experts; zero where an expert was not chosen."""
         zeros = self.gates.new_zeros(*self.gates.shape[:2], self.n_experts)
-        return zeros.scatter(-1, self.expert_indices, self.gates)
+        return zeros.scatter(-1, self.expert_indices.long(), self.gates)

@@ -231,6 +231,24 @@ def test_plain_causal_attention_carries_no_mask(make, positions):
 
 
 @every_layer
+@every_position
+def test_widths_padded_inside_change_nothing(make, positions, monkeypatch):
+    module, x, memory = make(positions=positions).double(), inputs().requires_grad_(), inputs()
+    tensors = [x, *module.parameters()]
+    plain = module(x, memory=memory)
+    for name in ("attention", "switchhead", "multihead"):  # as on a GPU
+        monkeypatch.setattr(f"switchhead.nn.{name}.aligned_width", lambda width, device: -(-width // 16) * 16)
+    padded = module(x, memory=memory)
+    assert padded.shape == plain.shape
+    assert relative_error(padded, plain) < 1e-12
+    for a, b in zip(gradients(padded, *tensors), gradients(plain, *tensors), strict=True):
+        assert relative_error(a, b) < 1e-12
+    step = module(x[:, :1], cache=(cache := GrowingCache()), position_ids=torch.tensor([0]))
+    assert cache.k.shape[-1] == cache.v.shape[-1] == 7
+    assert relative_error(step, module(x[:, :1])) < 1e-12
+
+
+@every_layer
 def test_no_state_stays_on_the_module(make):
     module = make(positions="relative")
     before = set(vars(module)), [name for name, _ in module.named_buffers()]

@@ -10,11 +10,15 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
+    aligned_width,
     attend,
     check_input,
     check_sizes,
     key_value_source,
     merge_heads,
+    pad_width,
+    project_heads,
+    project_output,
     rotate_queries_and_keys,
 )
 from switchhead.nn.init import truncated_normal_
@@ -97,37 +101,37 @@ class MultiHeadAttention(nn.Module):
     ) -> Float[Tensor, "batch T d_model"]:
         """`[B, T, d_model]` to the same shape; arguments as in `SwitchHeadAttention.forward`."""
         check_input(x, self.d_model, context, memory)
-        source = key_value_source(x, context, memory)  # [B, S, D]
-        q = self._heads(self.q_proj, x)  # [B, H, T, d]
-        k, v = self._heads(self.k_proj, source), self._heads(self.v_proj, source)  # [B, H_kv, S, d]
+        wide = aligned_width(self.d_model, x.device)
+        tokens = pad_width(x, wide)
+        if context is None and memory is None:
+            q, k, v = project_heads(tokens, (self.q_proj, self.k_proj, self.v_proj), self.d_head)  # [B, H, T, d]
+        else:
+            source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
+            (q,) = project_heads(tokens, (self.q_proj,), self.d_head)
+            k, v = project_heads(source, (self.k_proj, self.v_proj), self.d_head)  # [B, H_kv, S, d]
         if isinstance(self.positions, Rotary):
             q, k = rotate_queries_and_keys(
-                q,
-                k,
-                self.positions,
-                position_ids=position_ids,
-                cached=cache is not None,
-                crossed=context is not None,
-            )
+                q, k, self.positions, d_head=self.d_head,
+                position_ids=position_ids, cached=cache is not None, crossed=context is not None,
+            )  # fmt: skip
         if cache is not None:
-            k, v = cache.update(k, v)
+            k, v = cache.update(k[..., : self.d_head], v[..., : self.d_head])
         scale, bias = 1 / math.sqrt(self.d_head), None
         if isinstance(self.positions, Relative):
-            q, bias = self._position_scores(q, k.shape[-2], self.positions)
+            q, bias = self._position_scores(q[..., : self.d_head], k.shape[-2], self.positions)
             scale = 1.0
         y = attend(
             q, k, v, scale=scale, causal=self.causal and (cache is None or attn_mask is None),
             key_padding_mask=key_padding_mask, attn_mask=attn_mask, bias=bias,
         )  # fmt: skip
-        return self.o_proj(merge_heads(y).flatten(1)).unflatten(0, x.shape[:2])  # [B, T, D]
-
-    def _heads(self, projection: Linear, x: Tensor) -> Float[Tensor, "batch heads T d"]:
-        return projection(x).unflatten(-1, (-1, self.d_head)).transpose(1, 2)
+        return project_output(merge_heads(y), self.o_proj, self.d_head).unflatten(0, x.shape[:2])  # [B, T, D]
 
     def _position_scores(self, q: Tensor, n_keys: int, relative: Relative) -> tuple[Tensor, Tensor]:
         """Queries for the content scores, temperature included, and the position scores `[B, H, T, S]`."""
         distances = relative.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        r = self.position_proj(relative.encoding(distances, self.d_model, q.dtype)).unflatten(-1, (self.n_heads, self.d_head))
+        r = self.position_proj(relative.encoding(distances, self.d_model, q.dtype)).unflatten(
+            -1, (self.n_heads, self.d_head)
+        )
         content, position = (
             ((q + bias[:, None]) * self.scale).to(q.dtype) for bias in (self.content_bias, self.position_bias)
         )

@@ -47,14 +47,16 @@ def _one_sequence(layer, x, source, padded, softmax_gating, crossed):
                 return [weight[h * layer.d_head : (h + 1) * layer.d_head] @ token for token in tokens]
             return [
                 sum(gate * (token @ weight[h, e]) for e, gate in chosen)
-                for token, chosen in zip(tokens, choices, strict=True)
+                for token, chosen in zip(tokens, choices or (), strict=True)
             ]
 
         queries = project("q", x, destination)
         keys, values = project("k", source, origin), project("v", source, origin)
         for i in range(n_queries):
             at = n_keys - n_queries + i  # the query's place among the keys
-            seen = [j for j in range(n_keys) if not (layer.causal and j > at) and not (padded is not None and padded[j])]
+            seen = [
+                j for j in range(n_keys) if not (layer.causal and j > at) and not (padded is not None and padded[j])
+            ]
             if not seen:
                 continue
             first = 0 if crossed else n_keys - n_queries
@@ -62,7 +64,7 @@ def _one_sequence(layer, x, source, padded, softmax_gating, crossed):
             weights = torch.exp(scores - torch.logsumexp(scores, 0))
             attended = sum(w * values[j] for w, j in zip(weights, seen, strict=True))
             if "o" in experts:
-                y[i] = y[i] + sum(gate * (attended @ layer.o_proj.weight[h, e]) for e, gate in destination[i])
+                y[i] = y[i] + sum(gate * (attended @ layer.o_proj.weight[h, e]) for e, gate in destination[i] or ())
             else:
                 y[i] = y[i] + layer.o_proj.weight[:, h * layer.d_head : (h + 1) * layer.d_head] @ attended
     return torch.stack(y)

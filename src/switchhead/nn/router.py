@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
+from torch.nn import functional as F
 
 from switchhead.nn.init import normal_
 from switchhead.ops.router import Gating, route
@@ -51,12 +52,13 @@ class Router(nn.Module):
         """Draw the weights anew."""
         normal_(self.weight, self.weight.shape[-1], self.init_scale)
 
-    def forward(self, x: Float[Tensor, "tokens d_model"]) -> Routing:
-        """Route `[N, d_model]` tokens."""
+    def forward(self, x: Float[Tensor, "tokens wide"]) -> Routing:
+        """Route `[N, d_model]` tokens; zeros may be padded behind their width."""
+        weight = F.pad(self.weight, (0, x.shape[-1] - self.weight.shape[-1]))
         dropped = None
         if self.training and self.expert_dropout > 0:
             dropped = torch.rand(x.shape[0], *self.weight.shape[:2], device=x.device) < self.expert_dropout
-        return route(x, self.weight, self.k, gating=self.gating, dropped=dropped)
+        return route(x, weight, self.k, gating=self.gating, dropped=dropped)
 
     def extra_repr(self) -> str:
         """Shape and options."""

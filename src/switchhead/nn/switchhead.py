@@ -9,11 +9,16 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
+    aligned_width,
     attend,
     check_input,
     check_sizes,
     key_value_source,
     merge_heads,
+    pad_width,
+    project_experts,
+    project_heads,
+    project_output,
     rotate_queries_and_keys,
 )
 from switchhead.nn.init import normal_
@@ -151,28 +156,33 @@ class SwitchHeadAttention(nn.Module):
             `[B, T, d_model]`; zeros for a query that may see nothing.
         """
         check_input(x, self.d_model, context, memory)
-        source = key_value_source(x, context, memory)  # [B, S, D]
-        to, origin = self._route(x, source)
-        q = self._heads(self.q_proj, x, to)  # [B, H, T, d]
-        k, v = (self._heads(projection, source, origin) for projection in (self.k_proj, self.v_proj))  # [B, H, S, d]
+        wide = aligned_width(self.d_model, x.device)
+        source = tokens = pad_width(x, wide)
+        if context is not None or memory is not None:
+            source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
+        to, origin = self._route(tokens, source)
+        if source is tokens:
+            q, k, v = self._project("qkv", tokens, to, origin)  # [B, H, T, d], d padded to an aligned width
+        else:
+            (q,), (k, v) = self._project("q", tokens, to, origin), self._project("kv", source, to, origin)
         if isinstance(self.positions, Rotary):
             q, k = rotate_queries_and_keys(
-                q,
-                k,
-                self.positions,
-                position_ids=position_ids,
-                cached=cache is not None,
-                crossed=context is not None,
-            )
+                q, k, self.positions, d_head=self.d_head,
+                position_ids=position_ids, cached=cache is not None, crossed=context is not None,
+            )  # fmt: skip
         if cache is not None:
-            k, v = cache.update(k, v)
+            k, v = cache.update(k[..., : self.d_head], v[..., : self.d_head])
         scale = 1 / math.sqrt(self.d_head)
         y = attend(
             q, k, v, scale=scale, causal=self.causal and (cache is None or attn_mask is None),
             key_padding_mask=key_padding_mask, attn_mask=attn_mask, bias=self._position_scores(q * scale, k.shape[-2]),
         )  # fmt: skip
         rows = merge_heads(y)  # [B*T, H, d]
-        out = self.o_proj(rows, to) if isinstance(self.o_proj, MoELinear) else self.o_proj(rows.flatten(1))
+        if isinstance(self.o_proj, MoELinear):
+            assert to is not None
+            out = project_experts(rows, self.o_proj, to)[:, : self.d_model]
+        else:
+            out = project_output(rows, self.o_proj, self.d_head)
         return out.unflatten(0, x.shape[:2])  # [B, T, D]
 
     def _route(self, x: Tensor, source: Tensor) -> tuple[Routing | None, Routing | None]:
@@ -184,20 +194,27 @@ class SwitchHeadAttention(nn.Module):
             return to, to
         return to, self.destination_router(source.flatten(0, 1))
 
-    def _heads(self, projection: nn.Module, x: Tensor, routing: Routing | None) -> Float[Tensor, "batch heads T d"]:
-        if isinstance(projection, MoELinear):
-            y = projection(x.flatten(0, 1), routing).unflatten(0, x.shape[:2])
-        else:
-            y = projection(x).unflatten(-1, (self.n_heads, self.d_head))  # [B, T, H, d]
-        return y.transpose(1, 2)
+    def _project(self, names: str, x: Tensor, to: Routing | None, origin: Routing | None) -> list[Tensor]:
+        """Queries, keys or values of the same tokens, `[B, H, T, d]` each; the plain ones in one matmul."""
+        projections = {name: getattr(self, f"{name}_proj") for name in names}
+        plain = [projection for name, projection in projections.items() if name not in self.expert_projections]
+        done = dict(zip(plain, project_heads(x, plain, self.d_head), strict=True)) if plain else {}
+        for name, projection in projections.items():
+            if name in self.expert_projections:
+                routing = to if name == "q" else origin
+                assert routing is not None
+                rows = project_experts(x.flatten(0, 1), projection, routing)  # [N, H, d]
+                done[projection] = rows.unflatten(0, x.shape[:2]).transpose(1, 2)
+        return [done[projection] for projection in projections.values()]
 
     def _position_scores(self, q: Tensor, n_keys: int) -> Float[Tensor, "batch heads T S"] | None:
         if self.position_proj is None:
             return None
         assert isinstance(self.positions, Relative)
         distances = self.positions.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        r = self.position_proj(self.positions.encoding(distances, self.d_model, q.dtype)).unflatten(-1, (self.n_heads, -1))
-        return relative_bias(q, r.transpose(0, 1).to(q.dtype), n_keys)  # [H, R, d]
+        encoding = self.positions.encoding(distances, self.d_model, q.dtype)  # [R, D]
+        r = self.position_proj(encoding).unflatten(-1, (self.n_heads, self.d_head)).transpose(0, 1)  # [H, R, d]
+        return relative_bias(q[..., : self.d_head], r.to(q.dtype), n_keys)
 
     def extra_repr(self) -> str:
         """Sizes and options."""

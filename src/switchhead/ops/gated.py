@@ -25,7 +25,7 @@ def moe_linear(
         return (rows * gates[..., None]).flatten(1) @ weight.flatten(0, 2)  # [N, H*E*d_in] @ [H*E*d_in, d_out]
     y = _all_experts(x, weight)  # [N, H, E, d_out]
     if reduce is None:
-        chosen = routing.expert_indices[..., None].expand(tokens, heads, k, y.shape[-1])
+        chosen = routing.expert_indices.long()[..., None].expand(tokens, heads, k, y.shape[-1])
         return y.gather(2, chosen)  # [N, H, K, d_out]
     return (y * routing.dense_gates()[..., None].to(y.dtype)).sum(2)  # [N, H, d_out]
 

@@ -9,7 +9,8 @@ from jaxtyping import Float
 from torch import Tensor
 
 from switchhead.ops import gated, grouped, reference
-from switchhead.ops.dtypes import cast_together, without_autocast
+from switchhead.ops.availability import require_triton, triton_obstacle
+from switchhead.ops.dtypes import compute_dtype, without_autocast
 from switchhead.routing import Routing
 
 Reduce = Literal["k", "heads"] | None
@@ -57,12 +58,14 @@ def moe_linear(
         ValueError: shapes, reduction or backend that do not fit, or a backend that cannot run here.
     """
     _check(x, weight, routing, reduce)
-    x, weight = cast_together(x, weight)
+    dtype = compute_dtype(x, weight)
     name = choose_backend(x, weight, routing).backend if backend == "auto" else backend
     if name == "triton":
-        from switchhead.ops.triton.moe_linear import moe_linear as run
+        require_triton(x.device, dtype)
+        from switchhead.ops.triton.moe_linear import moe_linear as run  # casts weights as it lays them out
     elif name in _TORCH_BACKENDS:
         run = _TORCH_BACKENDS[name]
+        x, weight = x.to(dtype), weight.to(dtype)
     else:
         raise ValueError(f"backend={backend!r} is unknown; use one of auto, triton, {', '.join(_TORCH_BACKENDS)}")
     with without_autocast(x.device):  # the operands have their dtype; sums stay wide
@@ -72,6 +75,11 @@ def moe_linear(
 def choose_backend(x: Tensor, weight: Tensor, routing: Routing) -> Choice:
     """The backend that `backend="auto"` runs for these operands, and why. Depends on device, dtype and shape only."""
     ratio = routing.n_experts / routing.k
+    if x.device.type == "cuda":
+        obstacle = triton_obstacle(x.device, compute_dtype(x, weight))
+        if obstacle is None:
+            return Choice("triton", "a CUDA device that runs the kernels")
+        return Choice("gated", f"{obstacle}; computing all experts needs no word from the device to the host")
     if ratio < 2:
         return Choice("gated", f"E / k = {ratio:.2f} < 2: computing all experts costs less than gathering rows")
     return Choice("grouped", f"E / k = {ratio:.2f}: computing only the chosen experts saves more than gathers cost")

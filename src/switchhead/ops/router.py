@@ -8,6 +8,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from switchhead.ops.availability import require_triton, triton_obstacle
 from switchhead.ops.dtypes import at_least_float32, without_autocast
 from switchhead.routing import Routing
 
@@ -21,6 +22,7 @@ def route(
     *,
     gating: Gating = "sigmoid",
     dropped: Bool[Tensor, "tokens heads experts"] | None = None,
+    backend: Literal["auto", "reference", "triton"] = "auto",
 ) -> Routing:
     """Choose k experts for each token and head (SwitchHead, arXiv 2312.07987, equations 7 and 8).
 
@@ -33,11 +35,35 @@ def route(
         k: experts chosen per head, `1 <= k <= E`.
         gating: `"sigmoid"` (non-competitive, the paper's) or `"softmax"`.
         dropped: experts that may not be used (expert dropout); where fewer than k remain, the rest get gate 0.
+        backend: `"reference"`, or `"triton"`: one pass that writes no scores; `"auto"` where it can run on a GPU.
+
+    Raises:
+        ValueError: k or an option that cannot be, or a backend that cannot run here.
     """
-    dtype = at_least_float32(torch.promote_types(x.dtype, weight.dtype))
-    heads, experts, _ = weight.shape
+    _, experts, d_model = weight.shape
     if not 1 <= k <= experts:
         raise ValueError(f"k={k} experts cannot be chosen out of {experts}; use 1 <= k <= {experts}")
+    if x.ndim != 2 or x.shape[1] != d_model:
+        raise ValueError(f"x must be [tokens, {d_model}] for this router; got {tuple(x.shape)}")
+    if gating not in ("sigmoid", "softmax"):
+        raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
+    if backend not in ("auto", "reference", "triton"):
+        raise ValueError(f"backend={backend!r} is unknown; use 'auto', 'reference' or 'triton'")
+    dtype = torch.promote_types(x.dtype, weight.dtype)
+    if backend == "triton":
+        require_triton(x.device, dtype)
+    elif backend == "auto" and x.is_cuda and triton_obstacle(x.device, dtype) is None:
+        backend = "triton"
+    if backend != "triton":
+        return _reference(x, weight, k, gating, dropped)
+    from switchhead.ops.triton.router import route as run
+
+    return Routing(*run(x, weight, k, gating=gating, dropped=dropped), experts)
+
+
+def _reference(x: Tensor, weight: Tensor, k: int, gating: str, dropped: Tensor | None) -> Routing:
+    heads, experts, _ = weight.shape
+    dtype = at_least_float32(torch.promote_types(x.dtype, weight.dtype))
     with without_autocast(x.device):
         scores = (x.to(dtype) @ weight.to(dtype).flatten(0, 1).mT).unflatten(-1, (heads, experts))  # [N, H, E]
     if dropped is not None:
@@ -47,10 +73,8 @@ def route(
     expert_indices = order[..., :k]
     if gating == "sigmoid":
         gates = best[..., :k].sigmoid()
-    elif gating == "softmax":
+    else:
         gates = scores.softmax(-1).gather(-1, expert_indices)
         if dropped is not None:
             gates = gates.masked_fill(dropped.all(-1, keepdim=True), 0.0)
-    else:
-        raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
     return Routing(gates, expert_indices, experts)

@@ -1,0 +1,44 @@
+"""Whether the Triton kernels can run on a device, and the one warning where a GPU has to do without them."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import warnings
+
+import torch
+
+_warned: set[int] = set()
+
+
+def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why the kernels cannot run on tensors of this device and dtype; None where they can."""
+    if dtype == torch.float64:
+        return "the kernels compute in float32, bfloat16 or float16, not float64"
+    if device.type == "cuda":
+        return _machine_obstacle(device.index or 0)
+    return None if device.type == "cpu" and _interpreted() else f"the kernels need a CUDA device, not {device.type}"
+
+
+def require_triton(device: torch.device, dtype: torch.dtype) -> None:
+    """ValueError with the reason where an explicit `backend="triton"` cannot run."""
+    if (obstacle := triton_obstacle(device, dtype)) is not None:
+        raise ValueError(f"backend='triton' cannot run here: {obstacle}. Use backend='auto' or a torch backend")
+
+
+@torch.compiler.assume_constant_result
+def _interpreted() -> bool:
+    return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
+
+
+@torch.compiler.assume_constant_result
+def _machine_obstacle(index: int) -> str | None:
+    obstacle = None
+    if importlib.util.find_spec("triton") is None:
+        obstacle = "triton is not installed"
+    elif (capability := torch.cuda.get_device_capability(index)) < (8, 0):
+        obstacle = f"the GPU has compute capability {capability[0]}.{capability[1]}, and the kernels need 8.0 or newer"
+    if obstacle is not None and index not in _warned:
+        _warned.add(index)
+        warnings.warn(f"switchhead runs without its GPU kernels, more slowly: {obstacle}", stacklevel=2)
+    return obstacle
