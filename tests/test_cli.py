@@ -1,0 +1,189 @@
+import dataclasses
+import json
+import subprocess
+import sys
+
+import pytest
+
+from switchhead import cli
+from switchhead.errors import SwitchHeadError
+from switchhead.train import TrainingConfig
+
+TINY = ["--steps", "3", "--warmup-steps", "0", "--batch-size", "2"]
+
+
+def failure(capsys, *args):
+    """Exit code and the one line on standard error of a command that must fail without a result."""
+    code = cli.main(args)
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err.startswith("switchhead: error: ")
+    assert captured.err.count("\n") == 1
+    return code, captured.err
+
+
+def printed_json(capsys, *args):
+    assert cli.main([*args, "--json"]) == 0
+    return json.loads(capsys.readouterr().out)
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("How much wood would a woodchuck chuck? " * 100)
+    return f"text:{path}"
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory, text):
+    path = tmp_path_factory.mktemp("runs") / "run"
+    assert cli.main(["train", "tiny-switchhead", "--data", text, "--out", str(path), *TINY]) == 0
+    return str(path)
+
+
+def test_recipes_are_listed_for_people_and_programs(capsys):
+    recipes = printed_json(capsys, "recipes")
+    dense = next(recipe for recipe in recipes if recipe["name"] == "wikitext103-47m-dense")
+    assert dense["parameters"] == dense["active_parameters"] == 47_260_120
+    assert (dense["table"], dense["dataset"]) == ("2", "wikitext103")
+    assert cli.main(["recipes"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + len(recipes)
+    assert "47,260,120" in next(line for line in lines if line.startswith("wikitext103-47m-dense "))
+
+
+def test_one_recipe_is_shown_with_everything_it_sets(capsys):
+    shown = printed_json(capsys, "recipes", "c4-47m-switchhead")
+    assert shown["name"] == "c4-47m-switchhead"
+    assert shown["model"]["num_experts_per_tok"] == 3
+    assert shown["training"].keys() == {field.name for field in dataclasses.fields(TrainingConfig)}
+    assert cli.main(["recipes", "c4-47m-switchhead"]) == 0
+    assert "num_experts_per_tok      3" in capsys.readouterr().out
+
+
+def test_a_trained_run_can_be_scored_and_continues_text(capsys, run, text):
+    score = printed_json(capsys, "eval", run, "--data", text)
+    assert score["step"] == 3
+    assert score["tokens"] == score["bytes"] == 3900
+    assert cli.main(["eval", run, "--data", text]) == 0
+    assert f"perplexity {score['perplexity']:.4f}" in capsys.readouterr().out
+
+    options = ["--prompt", "How much ", "--max-new-tokens", "5", "--seed", "1"]
+    continuation = printed_json(capsys, "generate", run, *options)["continuation"]
+    assert cli.main(["generate", run, *options]) == 0
+    assert capsys.readouterr().out == f"How much {continuation}\n"
+
+
+def test_training_says_what_it_came_to(capsys, tmp_path, text):
+    command = ["train", "tiny-dense", "--data", text, "--out", str(tmp_path / "run"), *TINY]
+    result = printed_json(capsys, *command)
+    assert (result["run"], result["step"], result["finished"]) == (str(tmp_path / "run"), 3, True)
+    assert result["validation"]["perplexity"] > 1
+
+
+def test_settings_reach_the_configuration(run):
+    with open(f"{run}/config.json") as file:
+        config = json.load(file)
+    assert config["recipe"] == "tiny-switchhead"
+    assert (config["training"]["steps"], config["training"]["batch_size"]) == (3, 2)
+
+
+def test_every_setting_is_a_field_of_the_configuration():
+    settings = {field.name for field in dataclasses.fields(cli.TrainingSettings)}
+    assert settings <= {field.name for field in dataclasses.fields(TrainingConfig)}
+
+
+def test_compile_can_be_switched_both_ways():
+    base = TrainingConfig(steps=1, batch_size=1, chunk_length=1)
+    on = cli.TrainingSettings(compile="on").apply(base)
+    assert on.compile
+    assert cli.TrainingSettings().apply(on).compile
+    assert not cli.TrainingSettings(compile="off").apply(on).compile
+
+
+@pytest.mark.parametrize("command", [["recipes"], ["train", "--data", "text:unread"]])
+def test_an_unknown_recipe_is_a_usage_error_with_similar_names(capsys, command):
+    code, error = failure(capsys, *command, "tiny-switchead")
+    assert code == 2
+    assert "unknown recipe 'tiny-switchead'; did you mean tiny-switchhead" in error
+
+
+def test_a_setting_out_of_range_is_a_usage_error_before_anything_is_written(capsys, tmp_path, text):
+    out = tmp_path / "run"
+    code, error = failure(capsys, "train", "tiny-dense", "--data", text, "--out", str(out), "--batch-size", "0")
+    assert code == 2
+    assert "batch_size is 0" in error
+    assert not out.exists()
+
+
+def test_a_sampling_option_out_of_range_is_a_usage_error(capsys, run):
+    code, error = failure(capsys, "generate", run, "--temperature=-1")
+    assert code == 2
+    assert "temperature is -1.0" in error
+
+
+@pytest.mark.parametrize("args", [[], ["dance"], ["train"], ["recipes", "--loud"], ["eval", "run", "--data"]])
+def test_arguments_that_cannot_be_read_are_usage_errors(capsys, args):
+    with pytest.raises(SystemExit) as exit_:
+        cli.main(args)
+    assert exit_.value.code == 2
+    captured = capsys.readouterr()
+    assert captured.out == ""
+    assert captured.err
+
+
+def test_text_that_cannot_be_read_is_a_failure_that_names_it(capsys, tmp_path):
+    code, error = failure(capsys, "train", "tiny-dense", "--data", "text:no-such-file", "--out", str(tmp_path / "run"))
+    assert code == 1
+    assert "no-such-file" in error
+
+
+def test_a_directory_that_is_no_run_is_a_failure_that_names_it(capsys, tmp_path):
+    code, error = failure(capsys, "generate", str(tmp_path))
+    assert code == 1
+    assert f"{tmp_path} is not a run directory" in error
+
+
+def commands_that_raise(monkeypatch, error):
+    def break_() -> None:
+        raise error
+
+    monkeypatch.setattr(cli, "COMMANDS", {"break": break_, "other": break_})
+
+
+def test_errors_nobody_expected_name_their_type(capsys, monkeypatch):
+    commands_that_raise(monkeypatch, KeyError("lost\nkey"))
+    code, error = failure(capsys, "break")
+    assert code == 1
+    assert "KeyError: 'lost\\nkey' (--debug shows where)" in error
+
+
+def test_a_missing_package_names_the_command_that_installs_it(capsys, monkeypatch):
+    commands_that_raise(monkeypatch, ModuleNotFoundError("No module named 'transformers'", name="transformers"))
+    code, error = failure(capsys, "break")
+    assert code == 1
+    assert "this needs the package 'transformers': pip install 'switchhead[train]'" in error
+
+
+def test_debug_shows_the_traceback(monkeypatch):
+    commands_that_raise(monkeypatch, SwitchHeadError("broken"))
+    with pytest.raises(SwitchHeadError, match="broken"):
+        cli.main(["break", "--debug"])
+    monkeypatch.setenv("SWITCHHEAD_DEBUG", "1")
+    with pytest.raises(SwitchHeadError, match="broken"):
+        cli.main(["break"])
+
+
+def test_an_interrupt_ends_the_command_quietly(capsys, monkeypatch):
+    commands_that_raise(monkeypatch, KeyboardInterrupt())
+    assert cli.main(["break"]) == 130
+    assert capsys.readouterr().err == "switchhead: interrupted\n"
+
+
+def test_a_reader_that_goes_away_causes_no_traceback():
+    command = [sys.executable, "-m", "switchhead", "doctor"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None
+        assert process.stderr is not None
+        process.stdout.close()
+        assert process.stderr.read() == ""
