@@ -1,0 +1,92 @@
+"""Time and memory of one training step of a layer on a CUDA device."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from typing import NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+
+class Cost(NamedTuple):
+    """Median milliseconds of forward + backward, run by the host and as a CUDA graph; MiB of memory."""
+
+    ms: float
+    graph_ms: float
+    saved_mib: float
+    peak_mib: float
+
+
+def measure(layer: nn.Module, x: Tensor, *, repeats: int = 30) -> Cost:
+    """Cost of `layer(x)` and its backward under bfloat16 autocast."""
+    cotangent = torch.randn_like(x, dtype=torch.bfloat16)
+
+    def step() -> None:
+        with torch.autocast("cuda", dtype=torch.bfloat16):
+            y = layer(x)
+        y.backward(cotangent)
+
+    def clear() -> None:
+        x.grad = None
+        layer.zero_grad(set_to_none=True)
+
+    for _ in range(5):
+        step()
+        clear()
+    saved, peak = _memory(layer, x, cotangent)
+    clear()
+    return Cost(_median_ms(step, clear, repeats), _graph_ms(step, clear, repeats), saved, peak)
+
+
+def _median_ms(step: Callable[[], None], clear: Callable[[], None], repeats: int) -> float:
+    times = []
+    for _ in range(repeats):
+        clear()
+        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        start.record()
+        step()
+        end.record()
+        times.append((start, end))
+    torch.cuda.synchronize()
+    return statistics.median(start.elapsed_time(end) for start, end in times)
+
+
+def _graph_ms(step: Callable[[], None], clear: Callable[[], None], repeats: int) -> float:
+    """The same work without its launches: captured once, replayed."""
+    side = torch.cuda.Stream()
+    side.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(side):
+        for _ in range(2):
+            clear()
+            step()
+    torch.cuda.current_stream().wait_stream(side)
+    clear()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    clear()
+    return _median_ms(graph.replay, lambda: None, repeats)
+
+
+def _memory(layer: nn.Module, x: Tensor, cotangent: Tensor) -> tuple[float, float]:
+    """MiB kept for backward beyond parameters and input (distinct storages), and peak of forward + backward."""
+    own = {tensor.untyped_storage().data_ptr() for tensor in (x, *layer.parameters())}
+    storages: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if tensor.is_cuda and storage.data_ptr() not in own:
+            storages[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    torch.cuda.synchronize()
+    before = torch.cuda.memory_allocated()
+    torch.cuda.reset_peak_memory_stats()
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
+    with hooks, torch.autocast("cuda", dtype=torch.bfloat16):
+        y = layer(x)
+    saved = sum(storages.values())
+    y.backward(cotangent)
+    return saved / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
