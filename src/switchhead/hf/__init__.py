@@ -1,0 +1,23 @@
+"""The language model in Hugging Face's interface, registered with its Auto classes."""
+
+from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
+
+from switchhead.hf.configuration import SwitchHeadConfig
+from switchhead.hf.modeling import (
+    SwitchHeadCausalLMOutput,
+    SwitchHeadForCausalLM,
+    SwitchHeadModel,
+    SwitchHeadModelOutput,
+)
+
+AutoConfig.register(SwitchHeadConfig.model_type, SwitchHeadConfig)
+AutoModel.register(SwitchHeadConfig, SwitchHeadModel)
+AutoModelForCausalLM.register(SwitchHeadConfig, SwitchHeadForCausalLM)
+
+__all__ = [
+    "SwitchHeadCausalLMOutput",
+    "SwitchHeadConfig",
+    "SwitchHeadForCausalLM",
+    "SwitchHeadModel",
+    "SwitchHeadModelOutput",
+]

@@ -1,0 +1,194 @@
+"""Configuration of the language model."""
+
+from __future__ import annotations
+
+import difflib
+from dataclasses import fields
+from typing import Any, Literal
+
+from transformers import GenerationConfig, PreTrainedConfig
+
+from switchhead.hf.kinds import KINDS
+
+# What transformers' own configuration accepts and stores without declaring it as a field.
+_INHERITED = frozenset(
+    {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}
+    | {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "output_attentions"}
+    | {"per_layer_config", "tie_last_hidden_states", "torch_dtype"}
+)
+
+
+class SwitchHeadConfig(PreTrainedConfig):
+    """Configuration of `SwitchHeadModel` and `SwitchHeadForCausalLM`.
+
+    Defaults are the paper's 47M SwitchHead with rotary positions (arXiv 2312.07987). Names are Hugging Face's; the
+    table in `docs/architecture.md` maps them to the paper's.
+
+    Args:
+        vocab_size: rows of the embedding and of the output layer.
+        hidden_size: width of the residual stream.
+        num_hidden_layers: blocks.
+        attention: kind of attention, "switchhead" or "mha" (dense: multi-head, grouped-query, multi-query).
+        num_attention_heads: attention matrices in a layer.
+        num_key_value_heads: key and value heads of dense attention; None: as many as `num_attention_heads`.
+        head_dim: width of a head; `num_attention_heads * head_dim` need not be `hidden_size`.
+        num_experts: experts of each SwitchHead projection and head, the paper's E; None: 5.
+        num_experts_per_tok: experts that a token uses, the paper's k; None: 2.
+        expert_projections: which of the projections q, k, v, o have experts.
+        shared_selection: one router serves both the source and the destination side.
+        gating: "sigmoid", or "softmax" over all experts (the paper's competitive ablation).
+        expert_dropout: probability that an expert may not be chosen by a token, in training.
+        positions: "none", "rotary" or "relative" (Transformer-XL).
+        rotary_fraction: share of a head's channels that rotate.
+        rope_theta: base of the rotary wavelengths.
+        memory_length: hidden states of earlier chunks that a layer attends to, `(C - 1) * T` in the paper's letters;
+            0: none. With relative positions it also bounds what generation looks back to.
+        feed_forward: kind of feed-forward layer, "mlp".
+        intermediate_size: inner width of the feed-forward layer.
+        norm: kind of norm, "layernorm".
+        layer_norm_eps: added to the variance.
+        dropout: after the embedding, inside the feed-forward, on both sublayer outputs, before the output layer.
+        max_position_embeddings: tokens that the model saw at once in training. It limits nothing here; evaluation
+            harnesses read it.
+        tie_word_embeddings: the output layer shares the embedding's matrix.
+        use_cache: whether `generate` keeps keys and values. A plain forward keeps them only with `use_cache=True`.
+        bos_token_id: first token of a text.
+        eos_token_id: ends generation.
+        pad_token_id: fills batches.
+
+    Raises:
+        ValueError: a field that is unknown, out of range, or without effect on the chosen kinds; the message names it.
+    """
+
+    model_type = "switchhead"
+    keys_to_ignore_at_inference = ["cache", "past_key_values", "memory"]  # noqa: RUF012 (a dataclass field otherwise)
+
+    vocab_size: int = 8000
+    hidden_size: int = 412
+    num_hidden_layers: int = 16
+    attention: Literal["switchhead", "mha"] = "switchhead"
+    num_attention_heads: int = 2
+    num_key_value_heads: int | None = None
+    head_dim: int = 76
+    num_experts: int | None = None
+    num_experts_per_tok: int | None = None
+    expert_projections: str = "vo"
+    shared_selection: bool = False
+    gating: Literal["sigmoid", "softmax"] = "sigmoid"
+    expert_dropout: float = 0.0
+    positions: Literal["none", "rotary", "relative"] = "rotary"
+    rotary_fraction: float = 0.5
+    rope_theta: float = 10000.0
+    memory_length: int = 0
+    feed_forward: Literal["mlp"] = "mlp"
+    intermediate_size: int = 2080
+    norm: Literal["layernorm"] = "layernorm"
+    layer_norm_eps: float = 1e-5
+    dropout: float = 0.0
+    max_position_embeddings: int = 512
+    tie_word_embeddings: bool = False
+    use_cache: bool = True
+    bos_token_id: int | None = None
+    eos_token_id: int | list[int] | None = None
+    pad_token_id: int | None = None
+
+    def __post_init__(self, **kwargs: Any) -> None:
+        """Refuse unknown names, fill in what depends on the kind, and validate."""
+        self._refuse_unknown(kwargs)
+        if self.attention == "switchhead":
+            self.num_experts = 5 if self.num_experts is None else self.num_experts
+            self.num_experts_per_tok = 2 if self.num_experts_per_tok is None else self.num_experts_per_tok
+        super().__post_init__(**kwargs)
+        self._validate_kinds()
+        self._validate_ranges()
+
+    @property
+    def sliding_window(self) -> int | None:
+        """How many keys a single query sees; transformers' caches read it to drop older ones.
+
+        Transformer-XL generates with a memory of `memory_length` tokens. Keeping their keys and values is the same as
+        keeping their hidden states and projecting them anew for each token.
+        """
+        return self.memory_length + 1 if self.positions == "relative" and self.memory_length else None
+
+    @classmethod
+    def _refuse_unknown(cls, kwargs: dict[str, Any]) -> None:
+        known = [field.name for field in fields(cls)]
+        for name in kwargs:
+            if name in _INHERITED or name.startswith("_"):
+                continue
+            similar = difflib.get_close_matches(name, known, n=1)
+            raise ValueError(f"unknown field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else ""))
+
+    def _validate_kinds(self) -> None:
+        for field, kinds in KINDS.items():
+            self._require(field, getattr(self, field) in kinds, f"one of {', '.join(map(repr, kinds))}")
+        defaults = {field.name: field.default for field in fields(self)}
+        for field, kinds in KINDS.items():
+            chosen = getattr(self, field)
+            for kind in kinds:
+                for name in kinds[kind].fields:
+                    if name in kinds[chosen].fields or getattr(self, name) == defaults[name]:
+                        continue
+                    raise ValueError(
+                        f"{name}={getattr(self, name)!r} has no effect with {field}={chosen!r}; "
+                        f"leave it out, or use {field}={kind!r}"
+                    )
+
+    def _validate_ranges(self) -> None:
+        sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
+        sizes += ["intermediate_size", "max_position_embeddings"]
+        if self.attention == "switchhead":
+            sizes += ["num_experts", "num_experts_per_tok"]
+        if self.num_key_value_heads is not None:
+            sizes += ["num_key_value_heads"]
+        for name in sizes:
+            self._require(name, _is_integer(getattr(self, name), minimum=1), "an integer of at least 1")
+        self._require("memory_length", _is_integer(self.memory_length, minimum=0), "an integer of at least 0")
+        for name in ("dropout", "expert_dropout"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value) and 0 <= value < 1, "a number of at least 0 and below 1")
+        for name in ("layer_norm_eps", "rope_theta"):
+            value = getattr(self, name)
+            self._require(name, _is_number(value) and value > 0, "a number above 0")
+        fraction = self.rotary_fraction
+        self._require("rotary_fraction", _is_number(fraction) and 0 < fraction <= 1, "a number above 0 and at most 1")
+        for name in ("shared_selection", "tie_word_embeddings", "use_cache"):
+            self._require(name, isinstance(getattr(self, name), bool), "True or False")
+        self._require("gating", self.gating in ("sigmoid", "softmax"), "'sigmoid' or 'softmax'")
+        self._require(
+            "expert_projections", _are_distinct(self.expert_projections, "qkvo"), "distinct letters of 'qkvo'"
+        )
+        self._require("output_attentions", not self.output_attentions, "False: the fused attention keeps no weights")
+        self._validate_relations()
+
+    def _validate_relations(self) -> None:
+        if self.num_experts is not None and self.num_experts_per_tok is not None:
+            wanted = f"at most num_experts={self.num_experts}"
+            self._require("num_experts_per_tok", self.num_experts_per_tok <= self.num_experts, wanted)
+        if self.num_key_value_heads is not None:
+            wanted = f"a divisor of num_attention_heads={self.num_attention_heads}"
+            self._require("num_key_value_heads", self.num_attention_heads % self.num_key_value_heads == 0, wanted)
+        if self.positions == "rotary" and self.rotary_fraction == 1:
+            self._require("head_dim", self.head_dim % 2 == 0, "even where all channels rotate (or rotary_fraction < 1)")
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            value = getattr(self, name)
+            ids = value if isinstance(value, list) else [] if value is None else [value]
+            inside = all(_is_integer(i, minimum=0) and i < self.vocab_size for i in ids)
+            self._require(name, inside, f"None or a token below vocab_size={self.vocab_size}")
+
+    def _require(self, name: str, holds: bool, wanted: str) -> None:
+        if not holds:
+            raise ValueError(f"{name}={getattr(self, name)!r} must be {wanted}")
+
+
+def _is_integer(value: object, *, minimum: int) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool) and value >= minimum
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+def _are_distinct(letters: object, alphabet: str) -> bool:
+    return isinstance(letters, str) and len(set(letters)) == len(letters) and set(letters) <= set(alphabet)

@@ -1,0 +1,71 @@
+"""From Hugging Face's attention masks (1 or True = attend) to what the layers take (True = ignore)."""
+
+from __future__ import annotations
+
+import torch
+from jaxtyping import Bool
+from torch import Tensor
+from torch.nn import functional as F
+from transformers import Cache
+
+
+def layer_masks(
+    attention_mask: Tensor | None,
+    *,
+    n_queries: int,
+    memory_length: int,
+    cache: Cache | None,
+    device: torch.device,
+) -> dict[str, Tensor | None]:
+    """`key_padding_mask` and `attn_mask` for the attention layers.
+
+    Plain causal attention gets neither, so that its fast path stays open: a mask without padding is dropped.
+
+    Args:
+        attention_mask: `[B, n]`, one entry a token of the input (or of memory and input, or of all that the cache has
+            seen and the input), or an expanded `[B, 1 or H, T, S]`: boolean True = attend, float = added to the scores.
+        n_queries: T.
+        memory_length: M, tokens in front of the input.
+        cache: keys and values of earlier calls, not yet holding the input.
+        device: where the masks are needed.
+
+    Raises:
+        ValueError: a mask whose length fits neither.
+    """
+    if attention_mask is not None and attention_mask.ndim == 4:
+        expanded = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
+        return {"key_padding_mask": None, "attn_mask": expanded}
+    if attention_mask is not None and attention_mask.ndim != 2:
+        raise ValueError(f"attention_mask must have 2 or 4 dimensions; got {tuple(attention_mask.shape)}")
+    if cache is not None and cache.is_compileable:
+        return {"key_padding_mask": None, "attn_mask": fixed_cache_mask(attention_mask, n_queries, cache, device)}
+    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+        return {"key_padding_mask": None, "attn_mask": None}
+    ignored = attention_mask == 0
+    n_tokens, n_keys = memory_length + n_queries, memory_length + n_queries
+    if cache is not None:
+        # The cache may have dropped the oldest keys it has seen.
+        n_tokens, n_keys = cache.get_seq_length() + n_queries, cache.get_mask_sizes(n_queries, 0)[0]
+    elif ignored.shape[1] == n_queries:
+        ignored = F.pad(ignored, (memory_length, 0))
+    if ignored.shape[1] != n_tokens:
+        raise ValueError(
+            f"attention_mask has {attention_mask.shape[1]} entries for {n_tokens} tokens "
+            f"({n_tokens - n_queries} before the input, {n_queries} in it)"
+        )
+    return {"key_padding_mask": ignored[:, n_tokens - n_keys :], "attn_mask": None}
+
+
+def fixed_cache_mask(
+    attention_mask: Tensor | None, n_queries: int, cache: Cache, device: torch.device
+) -> Bool[Tensor, "batch_or_1 1 queries keys"]:
+    """What the input may not see in a cache of fixed size: slots not yet written, and padding. True = ignore."""
+    n_keys = cache.get_mask_sizes(n_queries, 0)[0]
+    positions = cache.get_seq_length() + torch.arange(n_queries, device=device)  # the length may be a tensor
+    ignored = torch.arange(n_keys, device=device) > positions[:, None]  # [T, S]
+    if attention_mask is None:
+        return ignored[None, None]
+    if attention_mask.shape[1] > n_keys:
+        raise ValueError(f"attention_mask has {attention_mask.shape[1]} entries, but the cache only {n_keys} slots")
+    padding = F.pad(attention_mask == 0, (0, n_keys - attention_mask.shape[1]))  # [B, S]
+    return ignored[None, None] | padding[:, None, None]

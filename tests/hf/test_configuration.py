@@ -1,0 +1,97 @@
+import typing
+
+import pytest
+import torch
+
+from switchhead.hf import SwitchHeadConfig
+from switchhead.hf.kinds import KINDS
+from tests.hf.models import small_config
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"num_expert": 3}, "unknown field 'num_expert'; did you mean 'num_experts'"),
+        ({"attention": "flash"}, "attention='flash' must be one of 'switchhead', 'mha'"),
+        ({"positions": "rope"}, "positions='rope' must be one of 'none', 'rotary', 'relative'"),
+        ({"feed_forward": "sparse"}, "feed_forward='sparse' must be one of 'mlp'"),
+        ({"norm": "batchnorm"}, "norm='batchnorm' must be one of 'layernorm'"),
+        ({"attention": "mha", "num_experts": 3}, "num_experts=3 has no effect with attention='mha'"),
+        ({"attention": "mha", "gating": "softmax"}, "gating='softmax' has no effect with attention='mha'"),
+        ({"num_key_value_heads": 1}, "num_key_value_heads=1 has no effect with attention='switchhead'"),
+        ({"positions": "none", "rope_theta": 5.0}, "rope_theta=5.0 has no effect with positions='none'"),
+        ({"num_experts": 3, "num_experts_per_tok": 4}, "num_experts_per_tok=4 must be at most num_experts=3"),
+        ({"num_experts_per_tok": 0}, "num_experts_per_tok=0 must be an integer of at least 1"),
+        (
+            {"attention": "mha", "num_attention_heads": 4, "num_key_value_heads": 3},
+            "num_key_value_heads=3 must be a div",
+        ),
+        ({"hidden_size": 0}, "hidden_size=0 must be an integer of at least 1"),
+        ({"hidden_size": "64"}, "hidden_size='64' must be an integer"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers=1.5 must be an integer"),
+        ({"num_attention_heads": True}, "num_attention_heads=True must be an integer"),
+        ({"memory_length": -1}, "memory_length=-1 must be an integer of at least 0"),
+        ({"dropout": 1.0}, "dropout=1.0 must be a number of at least 0 and below 1"),
+        ({"dropout": "0.1"}, "dropout='0.1' must be a number"),
+        ({"expert_dropout": -0.1}, "expert_dropout=-0.1 must be"),
+        ({"layer_norm_eps": 0}, "layer_norm_eps=0 must be a number above 0"),
+        ({"rotary_fraction": 1.5}, "rotary_fraction=1.5 must be"),
+        ({"rotary_fraction": 1.0, "head_dim": 41}, "head_dim=41 must be even where all channels rotate"),
+        ({"shared_selection": 1}, "shared_selection=1 must be True or False"),
+        ({"gating": "tanh"}, "gating='tanh' must be 'sigmoid' or 'softmax'"),
+        ({"expert_projections": "vv"}, "expert_projections='vv' must be distinct letters of 'qkvo'"),
+        ({"expert_projections": "vx"}, "expert_projections='vx' must be"),
+        ({"eos_token_id": 8000}, "eos_token_id=8000 must be None or a token below vocab_size=8000"),
+        ({"eos_token_id": [0, -1]}, "eos_token_id=\\[0, -1\\] must be"),
+        ({"output_attentions": True}, "output_attentions=True must be False"),
+    ],
+)
+def test_field_that_cannot_be_is_refused_by_name(fields, message):
+    with pytest.raises(ValueError, match=message):
+        SwitchHeadConfig(**fields)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"attention": "mha", "num_attention_heads": 4, "num_key_value_heads": 2, "positions": "none"},
+        {"positions": "relative", "memory_length": 256, "expert_projections": "", "dropout": 0.1},
+        {"vocab_size": 205, "eos_token_id": [1, 2], "pad_token_id": 0, "tie_word_embeddings": True},
+    ],
+)
+def test_configuration_survives_saving(fields, tmp_path):
+    config = SwitchHeadConfig(**fields)
+    config.save_pretrained(tmp_path)
+    assert SwitchHeadConfig.from_pretrained(tmp_path).to_dict() == config.to_dict()
+
+
+def test_saved_file_states_every_field_so_that_later_defaults_do_not_change_it(tmp_path):
+    config = small_config()
+    config.save_pretrained(tmp_path)
+    saved = (tmp_path / "config.json").read_text()
+    own = vars(SwitchHeadConfig)["__annotations__"]
+    assert [name for name in own if f'"{name}":' not in saved and name != "tie_word_embeddings"] == []
+
+
+def test_experts_of_switchhead_have_defaults_and_dense_attention_has_none():
+    switchhead, dense = SwitchHeadConfig(), SwitchHeadConfig(attention="mha")
+    assert (switchhead.num_experts, switchhead.num_experts_per_tok) == (5, 2)
+    assert (dense.num_experts, dense.num_experts_per_tok) == (None, None)
+
+
+def test_every_annotated_kind_can_be_built_and_no_other():
+    hints = typing.get_type_hints(SwitchHeadConfig, localns={"torch": torch})
+    for field, kinds in KINDS.items():
+        assert set(typing.get_args(hints[field])) == set(kinds)
+
+
+def test_fields_of_kinds_exist():
+    fields = {name for kinds in KINDS.values() for kind in kinds.values() for name in kind.fields}
+    assert fields <= set(vars(SwitchHeadConfig)["__annotations__"])
+
+
+def test_only_transformer_xl_with_memory_bounds_the_cache():
+    assert small_config(positions="relative", memory_length=6).sliding_window == 7
+    assert small_config(positions="relative").sliding_window is None
+    assert small_config(positions="rotary", memory_length=6).sliding_window is None

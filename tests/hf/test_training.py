@@ -1,0 +1,211 @@
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from tests.helpers import relative_error
+from tests.hf.models import KINDS, lively_model, random_tokens, small_config
+
+
+def enable_activation_checkpointing(model, **options):
+    """Under the name that the installed release of transformers has for it."""
+    if hasattr(model, "activation_checkpointing_enable"):
+        model.activation_checkpointing_enable(options)
+    else:
+        model.gradient_checkpointing_enable(options)
+
+
+def gradients_of(model, *args, **inputs) -> dict[str, torch.Tensor]:
+    model.zero_grad()
+    model(*args, **inputs).loss.backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters()}
+
+
+def test_labels_are_shifted_and_ignored_where_negative():
+    model = lively_model(small_config())
+    tokens = random_tokens(2, 6)
+    labels = tokens.clone()
+    labels[0, :3] = -100
+    output = model(tokens, labels=labels)
+    losses = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten(), reduction="none")
+    scored = labels[:, 1:].flatten() >= 0
+    assert output.loss.item() == pytest.approx(losses[scored].mean().item(), rel=1e-6)
+
+
+def test_shifted_labels_score_the_last_position_too():
+    model = lively_model(small_config())
+    text = random_tokens(2, 7)
+    output = model(text[:, :-1], shift_labels=text[:, 1:])
+    expected = nn.functional.cross_entropy(output.logits.flatten(0, 1), text[:, 1:].flatten())
+    assert output.loss.item() == pytest.approx(expected.item(), rel=1e-6)
+
+
+def test_number_of_items_divides_the_summed_loss():
+    model = lively_model(small_config())
+    tokens = random_tokens(2, 6)
+    mean = model(tokens, labels=tokens).loss
+    assert model(tokens, labels=tokens, num_items_in_batch=20).loss.item() == pytest.approx(mean.item() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 4])])
+def test_logits_to_keep_are_those_of_the_full_output(kept):
+    model = lively_model(small_config())
+    tokens = random_tokens(2, 6)
+    expected = model(tokens).logits[:, -kept:] if isinstance(kept, int) else model(tokens).logits[:, kept]
+    assert relative_error(model(tokens, logits_to_keep=kept).logits, expected) < 1e-12
+
+
+def test_hidden_states_are_the_embedding_and_every_layer_with_the_last_one_normed():
+    model = lively_model(small_config())
+    tokens = random_tokens(2, 6)
+    states = model(tokens, output_hidden_states=True).hidden_states
+    assert len(states) == model.config.num_hidden_layers + 1
+    assert torch.equal(states[0], model.model.embed_tokens(tokens))
+    assert torch.equal(states[-1], model.model(tokens).last_hidden_state)
+    assert model(tokens).hidden_states is None
+
+
+def test_embeddings_may_be_given_in_place_of_tokens():
+    model = lively_model(small_config())
+    tokens = random_tokens(2, 6)
+    embedded = model.model.embed_tokens(tokens)
+    assert torch.equal(model(inputs_embeds=embedded).logits, model(tokens).logits)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model(tokens, inputs_embeds=embedded)
+    with pytest.raises(ValueError, match="exactly one of input_ids and inputs_embeds"):
+        model()
+
+
+def test_outputs_may_be_a_tuple():
+    model = lively_model(small_config())
+    tokens = random_tokens(2, 6)
+    (logits,) = model(tokens, return_dict=False)
+    assert torch.equal(logits, model(tokens).logits)
+
+
+def test_dropout_stands_where_the_paper_has_it():
+    model = lively_model(small_config(dropout=0.3)).train()
+    places = {name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p == 0.3}
+    layers = {f"model.layers.{i}.{part}" for i in range(2) for part in ("dropout", "feed_forward.dropout")}
+    assert places == {"model.embedding_dropout", "output_dropout"} | layers
+    calls: list[str] = []
+    for name in sorted(places):
+        model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    model(random_tokens(1, 4))
+    layer = ["dropout", "feed_forward.dropout", "dropout"]  # after attention, inside the feed-forward, and after it
+    assert calls == [
+        "model.embedding_dropout",
+        *(f"model.layers.{i}.{part}" for i in range(2) for part in layer),
+        "output_dropout",
+    ]
+
+
+@pytest.mark.parametrize(("attention", "positions"), KINDS)
+def test_every_parameter_gets_a_gradient(attention, positions):
+    model = lively_model(small_config(attention, positions)).train()
+    tokens = random_tokens(4, 9)
+    for name, gradient in gradients_of(model, tokens, labels=tokens).items():
+        assert gradient.isfinite().all(), name
+        assert gradient.any(), name
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize(("attention", "positions"), KINDS)
+def test_activation_checkpointing_leaves_loss_memory_and_gradients_alone(attention, positions, use_reentrant):
+    model = lively_model(small_config(attention, positions, dropout=0.2, memory_length=4)).train()
+    text, memory = random_tokens(2, 7), model(random_tokens(2, 4, seed=5)).memory
+
+    def run():
+        torch.manual_seed(0)
+        return gradients_of(model, text, labels=text, memory=memory)
+
+    expected = run()
+    enable_activation_checkpointing(model, use_reentrant=use_reentrant)
+    assert all(layer.gradient_checkpointing for layer in model.model.layers)
+    found = run()
+    assert all(relative_error(found[name], expected[name]) < 1e-6 for name in expected)
+
+
+def test_activation_checkpointing_refuses_what_a_second_run_would_spoil():
+    model = lively_model(small_config()).train()
+    enable_activation_checkpointing(model, use_reentrant=False)
+    for option in ("use_cache", "output_router_logits"):
+        with pytest.raises(ValueError, match="activation checkpointing runs layers twice"):
+            model(random_tokens(1, 3), **{option: True})
+    with torch.no_grad():
+        model(random_tokens(1, 3), use_cache=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("attention", "positions"), KINDS)
+def test_half_precision_models_train_without_autocast(attention, positions, dtype):
+    model = lively_model(small_config(attention, positions, memory_length=4)).to(dtype).train()
+    tokens = random_tokens(2, 6)
+    memory = model(tokens).memory
+    gradients = gradients_of(model, tokens, labels=tokens, memory=memory)
+    assert all(gradient.isfinite().all() and gradient.dtype == dtype for gradient in gradients.values())
+    assert model(tokens).logits.dtype == dtype
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize(("attention", "positions"), KINDS)
+def test_autocast_keeps_float32_parameters_and_comes_close(attention, positions, dtype):
+    model = lively_model(small_config(attention, positions, memory_length=4)).float().train()
+    tokens = random_tokens(2, 6)
+    exact = model(tokens, labels=tokens)
+    with torch.autocast("cpu", dtype):
+        rough = model(tokens, labels=tokens)
+        model(tokens, memory=rough.memory)
+    assert rough.logits.dtype == dtype
+    assert rough.loss.item() == pytest.approx(exact.loss.item(), rel=0.1)
+    rough.loss.backward()
+    assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
+
+
+@pytest.mark.parametrize(("attention", "positions"), KINDS)
+def test_forward_compiles_without_graph_breaks(attention, positions):
+    torch.compiler.reset()  # recompilations are counted per function, over all models of the process
+    model = lively_model(small_config(attention, positions, memory_length=4, num_hidden_layers=1))
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    tokens = random_tokens(2, 6)
+    memory = None
+    for _ in range(2):
+        output = compiled(tokens, memory=memory, labels=tokens)
+        expected = model(tokens, memory=memory, labels=tokens)
+        assert relative_error(output.logits, expected.logits) < 1e-9
+        assert relative_error(output.loss, expected.loss) < 1e-6
+        memory = expected.memory
+
+
+def test_router_logits_have_a_shape_a_meaning_and_a_gradient():
+    config = small_config(num_attention_heads=3, num_experts=4, num_experts_per_tok=2, memory_length=5)
+    model = lively_model(config).train()
+    tokens = random_tokens(2, 6)
+    memory = model(random_tokens(2, 5, seed=3)).memory
+    output = model(tokens, memory=memory, labels=tokens, output_router_logits=True)
+    shapes = [tuple(logits.shape) for logits in output.router_logits]
+    assert shapes == [(2, 6, 3, 4), (2, 11, 3, 4)] * 2  # destination, source
+    routers = [m for m in model.modules() if type(m).__name__ == "Router"]
+    assert not any(router._forward_pre_hooks for router in routers)
+    (output.loss + sum(logits.logsumexp(-1).square().mean() for logits in output.router_logits)).backward()
+    assert math.isfinite(output.loss.item())
+    assert all(router.weight.grad.any() for router in routers)
+    plain = model(tokens, memory=memory, labels=tokens)
+    assert plain.router_logits is None
+    assert torch.equal(plain.logits, output.logits)
+
+
+def test_router_logits_are_those_that_chose_the_experts():
+    model = lively_model(small_config())
+    routings = []
+    router = model.model.layers[0].attention.destination_router
+    router.register_forward_hook(lambda module, args, routing: routings.append(routing))
+    logits = model(random_tokens(2, 6), output_router_logits=True).router_logits[0].flatten(0, 1)
+    best, indices = logits.sort(-1, descending=True)
+    assert torch.equal(indices[..., :2], routings[0].expert_indices)
+    assert relative_error(best[..., :2].sigmoid(), routings[0].gates) < 1e-12
+
+
+def test_dense_attention_has_no_router_logits():
+    assert lively_model(small_config("mha"))(random_tokens(1, 3), output_router_logits=True).router_logits == ()
