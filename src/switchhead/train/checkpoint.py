@@ -161,7 +161,7 @@ def _steps(directory: Path, before: int | None = None) -> list[tuple[int, Path]]
 
 def _remove(path: Path) -> None:
     """Remove a checkpoint so that a kill half-way leaves none that looks whole."""
-    doomed = path.with_name(path.name + TEMPORARY)
+    doomed = path.with_name(f"{path.name}-old{TEMPORARY}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
 

@@ -25,7 +25,7 @@ class TrainingConfig:
         grad_clip: largest norm of the whole gradient (the paper's kappa); None: no clipping.
         seed: of initial weights, dropout and the order of windows.
         dtype: "float32", or "bfloat16" for autocast over float32 parameters.
-        compile: run the model through `torch.compile`.
+        compile: run training steps through `torch.compile`.
         eval_every: steps between validations; the last step always validates.
         save_every: steps between checkpoints; the last step always saves.
         keep_checkpoints: the newest ones that are kept.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import hashlib
 import signal
 import statistics
@@ -176,15 +177,13 @@ def _read_texts(data: str, valid: str | None, training: TrainingConfig, vocabula
 
 def _fit(model: SwitchHeadConfig, vocabulary: Vocabulary, training: TrainingConfig) -> SwitchHeadConfig:
     """The model for a vocabulary: a document ends where the next begins, so one token says both."""
-    return type(model)(
-        **{
-            **model.to_dict(),
-            "vocab_size": vocabulary.size,
-            "bos_token_id": vocabulary.beginning,
-            "eos_token_id": vocabulary.beginning,
-            "pad_token_id": None,
-            "max_position_embeddings": training.chunk_length,
-        }
+    return dataclasses.replace(
+        model,
+        vocab_size=vocabulary.size,
+        bos_token_id=vocabulary.beginning,
+        eos_token_id=vocabulary.beginning,
+        pad_token_id=None,
+        max_position_embeddings=training.chunk_length,
     )
 
 

@@ -42,8 +42,8 @@ class Trainer:
         self.training, self.batches, self.device = training, batches, device
         self.model = SwitchHeadForCausalLM(model)
         self.model.to(device).train()  # pyright: ignore[reportArgumentType] (transformers hides the signature)
-        if training.compile:
-            self.model.compile()
+        # Validation runs the plain model: its shapes vary, and each would be compiled anew.
+        self.forward = torch.compile(self.model) if training.compile else self.model
         self.optimizer = _make_optimizer(self.model, training, device)
         self.step = 0
         self.next_batch = 0
@@ -62,7 +62,7 @@ class Trainer:
         start = time.perf_counter()
         inputs, targets = (t.to(self.device) for t in self.batches.batch(self.next_batch))
         with self.autocast():
-            output = self.model(input_ids=inputs, memory=self.memory, shift_labels=targets)
+            output = self.forward(input_ids=inputs, memory=self.memory, shift_labels=targets)
         self.optimizer.zero_grad()
         output.loss.backward()
         norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.grad_clip or math.inf)

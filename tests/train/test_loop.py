@@ -1,0 +1,233 @@
+import dataclasses
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+from switchhead.errors import CheckpointError, DataError, RunError, TrainingError
+from switchhead.eval import evaluate
+from switchhead.hf import SwitchHeadForCausalLM
+from switchhead.train import load_run, train
+from switchhead.train.metrics import read_metrics
+
+
+def changed(settings, part, **changes):
+    return {**settings, part: dataclasses.replace(settings[part], **changes)}
+
+
+def test_training_learns_and_leaves_a_run_directory(settings):
+    settings = changed(settings, "training", steps=60, eval_every=30, save_every=30)
+    result = train(**settings, recipe="small")
+    run = settings["out"]
+    lines = read_metrics(run / "metrics.jsonl")
+    by_step = [line["loss"] for line in lines if "loss" in line]
+    assert len(by_step) == result.step == 60
+    assert sum(by_step[-10:]) < 0.8 * sum(by_step[:10])
+    assert [line["step"] for line in lines if "validation_loss" in line] == [30, 60]
+    assert result.finished
+    assert result.validation.loss == lines[-1]["validation_loss"]
+    assert sorted(path.name for path in run.iterdir()) == [
+        "checkpoints", "config.json", "metrics.jsonl", "tensorboard", "tokenizer",
+    ]  # fmt: skip
+    files = sorted(path.name for path in (run / "checkpoints/step-60").iterdir())
+    assert files == ["model.safetensors", "optimizer.safetensors", "state.json"]
+    config = json.loads((run / "config.json").read_text())
+    assert config["recipe"] == "small"
+    assert config["model"]["vocab_size"] == 257
+    assert config["training"]["steps"] == 60
+    assert config["data"]["training"] == settings["data"]
+    assert config["versions"]["torch"] == torch.__version__
+
+
+def test_a_loaded_run_scores_as_the_training_did(settings, tmp_path):
+    valid = tmp_path / "valid.txt"
+    valid.write_text("abcab cabc" * 9)
+    result = train(**settings, valid=f"text:{valid}")
+    run = load_run(settings["out"], device="cpu")
+    assert run.step == 6
+    score = evaluate(run.model, run.vocabulary, f"text:{valid}")
+    assert score.loss == pytest.approx(result.validation.loss, rel=1e-6)
+    earlier = load_run(settings["out"] / "checkpoints/step-4", device="cpu")
+    assert earlier.step == 4
+    assert not torch.equal(earlier.model.lm_head.weight, run.model.lm_head.weight)
+
+
+def test_the_seed_decides_the_losses_and_training_leaves_none_out(settings, tmp_path):
+    def losses(name, **changes):
+        out = tmp_path / name
+        train(**changed({**settings, "out": out}, "training", **changes))
+        return [line["loss"] for line in read_metrics(out / "metrics.jsonl") if "loss" in line]
+
+    first = losses("first")
+    assert losses("again") == first
+    other = losses("other", seed=1)
+    assert all(a != b for a, b in zip(first, other, strict=True))
+
+
+def test_tied_embeddings_are_saved_once_and_load(settings):
+    train(**changed(settings, "model", tie_word_embeddings=True))
+    model = load_run(settings["out"], device="cpu").model
+    assert model.lm_head.weight is model.model.embed_tokens.weight
+
+
+def test_bfloat16_trains_near_float32(settings, tmp_path):
+    exact = train(**settings).validation
+    half = train(**changed({**settings, "out": tmp_path / "half"}, "training", dtype="bfloat16")).validation
+    assert half.loss != exact.loss
+    assert half.loss == pytest.approx(exact.loss, rel=1e-2)
+
+
+@pytest.mark.slow
+def test_a_compiled_model_trains_alike(settings, tmp_path):
+    plain = train(**settings).validation
+    compiled = train(**changed({**settings, "out": tmp_path / "compiled"}, "training", compile=True)).validation
+    assert compiled.loss == pytest.approx(plain.loss, rel=1e-4)
+    load_run(tmp_path / "compiled", device="cpu")
+
+
+def test_weight_decay_shrinks_matrices_and_nothing_else(settings, tmp_path):
+    def parameters(name, decay):
+        train(**changed({**settings, "out": tmp_path / name}, "training", steps=1, weight_decay=decay))
+        return dict(load_run(tmp_path / name, device="cpu").model.named_parameters())
+
+    plain, decayed = parameters("plain", 0.0), parameters("decayed", 5.0)
+    for name, value in plain.items():
+        assert torch.equal(value, decayed[name]) == (value.ndim < 2), name
+
+
+@pytest.mark.parametrize("broken", ["loss", "gradient norm"])
+def test_a_number_that_is_not_finite_stops_before_the_weights_are_touched(settings, monkeypatch, broken):
+    forward, weights, calls = SwitchHeadForCausalLM.forward, {}, 0
+
+    def spoilt(self, *args, **kwargs):
+        nonlocal calls
+        output = forward(self, *args, **kwargs)
+        calls += self.training
+        if self.training and calls == 4:
+            weights.update({name: p.detach().clone() for name, p in self.named_parameters()})
+            weights["model"] = self
+            if broken == "loss":
+                output.loss = output.loss * math.nan
+            else:
+                output.loss.register_hook(lambda gradient: gradient * math.inf)
+        return output
+
+    monkeypatch.setattr(SwitchHeadForCausalLM, "forward", spoilt)
+    with pytest.raises(TrainingError, match=rf"the {broken} is (nan|inf) at step 4; the weights were left"):
+        train(**settings)
+    model = weights.pop("model")
+    for name, parameter in model.named_parameters():
+        assert torch.equal(parameter, weights[name]), name
+    assert load_run(settings["out"], device="cpu").step == 2
+
+
+def test_a_directory_with_a_run_is_not_written_to_without_resume(settings):
+    train(**settings)
+    before = (settings["out"] / "metrics.jsonl").read_text()
+    with pytest.raises(RunError, match=r"already holds a run: continue it with --resume"):
+        train(**settings)
+    assert (settings["out"] / "metrics.jsonl").read_text() == before
+
+
+def test_a_directory_with_something_else_is_refused(settings):
+    settings["out"].mkdir()
+    (settings["out"] / "thesis.tex").write_text("years of work")
+    for resume in (False, True):
+        with pytest.raises(RunError, match=r"is not empty \(it holds 'thesis.tex'\)"):
+            train(**settings, resume=resume)
+
+
+@pytest.mark.parametrize(
+    ("part", "change", "difference"),
+    [
+        ("model", {"num_experts": 4}, r"model.num_experts is 3 there and 4 here"),
+        ("training", {"batch_size": 2}, r"training.batch_size is 3 there and 2 here"),
+    ],
+)
+def test_resuming_with_another_configuration_says_what_differs(settings, part, change, difference):
+    train(**settings)
+    with pytest.raises(RunError, match=f"holds a run with another configuration: {difference}$"):
+        train(**changed(settings, part, **change), resume=True)
+
+
+def test_resuming_with_another_text_is_refused_but_with_the_same_text_elsewhere_goes(settings, tmp_path):
+    train(**settings)
+    copy = tmp_path / "copy.txt"
+    shutil.copy(settings["data"].removeprefix("text:"), copy)
+    assert train(**{**settings, "data": f"text:{copy}"}, resume=True).finished
+    copy.write_text(copy.read_text()[::-1])
+    with pytest.raises(RunError, match=r"data\.sha256 is"):
+        train(**{**settings, "data": f"text:{copy}"}, resume=True)
+
+
+def test_resuming_a_finished_run_does_nothing(settings):
+    train(**settings)
+    before = (settings["out"] / "metrics.jsonl").read_text()
+    result = train(**settings, resume=True)
+    assert result.step == 6
+    assert result.validation is None
+    assert (settings["out"] / "metrics.jsonl").read_text() == before
+
+
+def test_text_shorter_than_a_chunk_is_refused_before_anything_is_written(settings):
+    with pytest.raises(DataError, match=r"^text:.*: the training text has \d+ tokens, fewer than one chunk"):
+        train(**changed(settings, "training", chunk_length=600))
+    assert not settings["out"].exists()
+
+
+def test_a_device_that_is_not_there_is_named(settings):
+    with pytest.raises(RunError, match="device 'cuda:99' cannot be used here"):
+        train(**{**settings, "device": "cuda:99"})
+    with pytest.raises(RunError, match="device 'toaster' cannot be used here"):
+        train(**{**settings, "device": "toaster"})
+
+
+def test_a_directory_that_cannot_be_made_is_named(settings, tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(RunError, match=r"cannot create run directory .*/file/run: Not a directory"):
+        train(**{**settings, "out": tmp_path / "file/run"})
+
+
+class TestLoading:
+    def test_a_directory_without_a_run_is_named(self, tmp_path):
+        with pytest.raises(RunError, match=r"is not a run directory: it has no config.json"):
+            load_run(tmp_path)
+
+    def test_a_foreign_configuration_is_named(self, tmp_path):
+        for content in ("{", "[]", '{"model_type": "gpt2"}'):
+            (tmp_path / "config.json").write_text(content)
+            with pytest.raises(RunError, match=r"config.json is not the configuration of a run"):
+                load_run(tmp_path)
+
+    def test_a_run_without_checkpoint_is_named(self, settings):
+        train(**settings)
+        shutil.rmtree(settings["out"] / "checkpoints")
+        with pytest.raises(RunError, match="has no checkpoint yet"):
+            load_run(settings["out"])
+
+    def test_a_foreign_checkpoint_is_passed_over(self, settings, tmp_path, caplog):
+        train(**settings)
+        train(**changed({**settings, "out": tmp_path / "other"}, "training", steps=4))
+        shutil.copytree(tmp_path / "other/checkpoints/step-4", settings["out"] / "checkpoints/step-99")
+        assert load_run(settings["out"], device="cpu").step == 6
+        assert "step-99 belongs to another run" in caplog.text
+        assert "using the previous one, step-6" in caplog.text
+        with pytest.raises(CheckpointError, match="step-99 belongs to another run"):
+            load_run(settings["out"] / "checkpoints/step-99")
+
+    def test_a_run_with_broken_checkpoints_only_does_not_start_anew(self, settings):
+        train(**settings)
+        for state in settings["out"].glob("checkpoints/*/state.json"):
+            state.write_text(state.read_text()[:50])
+        with pytest.raises(CheckpointError, match=r"no usable checkpoint: .*step-6 is broken.*step-4 is broken"):
+            train(**settings, resume=True)
+
+    def test_another_runs_vocabulary_is_refused(self, settings):
+        train(**settings)
+        (settings["out"] / "tokenizer/vocabulary.json").write_text('{"kind": "bytes", "size": 300}')
+        with pytest.raises(RunError, match="has 300 tokens, the model 257"):
+            load_run(settings["out"])
+        with pytest.raises(RunError, match="has 300 tokens, the model 257"):
+            train(**settings, resume=True)

@@ -1,0 +1,147 @@
+"""Runs that are killed, stopped, or short of disk, and what is left of them."""
+
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+
+TEXT = "".join(chr(97 + i * i % 23) + " " * (i % 3 == 0) for i in range(400))
+SAVE = "switchhead.train.checkpoint:save_file"
+
+
+class Zygote:
+    def __init__(self, process, data):
+        self.process, self.data = process, data
+
+    def train(self, out, *, kind="rotary", resume=False, fault=None):
+        order = {"data": self.data, "out": str(out), "kind": kind, "resume": resume, "fault": fault}
+        self.process.stdin.write(json.dumps(order) + "\n")
+        self.process.stdin.flush()
+        return json.loads(self.process.stdout.readline())
+
+
+@pytest.fixture(scope="module")
+def zygote(tmp_path_factory):
+    text = tmp_path_factory.mktemp("text") / "text.txt"
+    text.write_text(TEXT)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    process = subprocess.Popen(
+        [sys.executable, Path(__file__).with_name("zygote.py")],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+        env=environment,
+    )
+    with process:
+        yield Zygote(process, f"text:{text}")
+        process.stdin.close()
+
+
+@pytest.fixture(scope="module", params=["rotary", "relative"])
+def uninterrupted(request, zygote, tmp_path_factory):
+    out = tmp_path_factory.mktemp("uninterrupted") / "run"
+    assert zygote.train(out, kind=request.param) == {"status": 0, "step": 8, "finished": True}
+    return request.param, losses(out)
+
+
+def losses(run):
+    timeless = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in line.items() if name != "tokens_per_second"} for line in timeless]
+
+
+def steps_saved(run):
+    return sorted(int(path.name.removeprefix("step-")) for path in (run / "checkpoints").glob("step-?"))
+
+
+def kill(call, number, when="before"):
+    return {"call": call, "number": number, "when": when, "what": "SIGKILL"}
+
+
+# os.replace is called for the configuration, the metrics, each checkpoint, and from the third on for the one that goes.
+EVERY_MOMENT = [
+    kill("os:replace", 1),
+    kill("switchhead.data:ByteVocabulary.save", 1),
+    kill("os:replace", 2),
+    kill("torch.optim:AdamW.step", 1),
+    kill("torch.optim:AdamW.step", 4, "after"),
+    kill("switchhead.train.metrics:MetricsLog.append", 3, "after"),
+    kill("switchhead.train.metrics:json.dumps", 4, "after"),
+    *(kill("os:fsync", number) for number in range(1, 15)),  # two checkpoints of three or four files
+    *(kill(SAVE, number, "after") for number in range(1, 5)),
+    *(kill("os:replace", number, when) for number in (4, 5, 6) for when in ("before", "after")),
+    kill("shutil:rmtree", 1),
+]
+
+
+@pytest.mark.slow
+def test_a_run_killed_at_any_moment_resumes_with_the_losses_of_an_uninterrupted_one(zygote, uninterrupted, tmp_path):
+    kind, expected = uninterrupted
+    killed = 0
+    for number, fault in enumerate(EVERY_MOMENT):
+        out = tmp_path / str(number)
+        killed += zygote.train(out, kind=kind, fault=fault)["status"] == -signal.SIGKILL
+        answer = zygote.train(out, kind=kind, resume=True)
+        assert answer == {"status": 0, "step": 8, "finished": True}, fault
+        assert losses(out) == expected, fault
+        assert steps_saved(out)[-2:] == [6, 8], fault
+    assert killed == len(EVERY_MOMENT)
+
+
+def test_a_run_killed_again_and_again_arrives(zygote, uninterrupted, tmp_path):
+    kind, expected = uninterrupted
+    chance = random.Random(0)
+    for _ in range(12):
+        zygote.train(tmp_path, kind=kind, resume=True, fault=kill("os:fsync", chance.randint(1, 9)))
+    assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
+    assert losses(tmp_path) == expected
+
+
+def test_sigterm_finishes_the_step_saves_and_leaves_with_success(zygote, uninterrupted, tmp_path):
+    kind, expected = uninterrupted
+    fault = {"call": "torch.optim:AdamW.step", "number": 5, "when": "before", "what": "SIGTERM"}
+    assert zygote.train(tmp_path, kind=kind, fault=fault) == {"status": 0, "step": 5, "finished": False}
+    assert steps_saved(tmp_path) == [4, 5]
+    assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
+    assert losses(tmp_path) == expected
+
+
+def test_a_full_disk_leaves_the_previous_checkpoint(zygote, uninterrupted, tmp_path):
+    kind, expected = uninterrupted
+    fault = {"call": SAVE, "number": 4, "when": "before", "what": "file size limit"}
+    answer = zygote.train(tmp_path, kind=kind, fault=fault)
+    assert answer["error"].startswith(f"CheckpointError: cannot save checkpoint {tmp_path}/checkpoints/step-4")
+    assert answer["error"].endswith("the previous checkpoint step-2 is intact")
+    assert os.listdir(tmp_path / "checkpoints") == ["step-2"]
+    assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
+    assert losses(tmp_path) == expected
+
+
+def test_metrics_that_cannot_be_written_end_the_run_with_one_error(zygote, tmp_path):
+    fault = {"call": "torch.optim:AdamW.step", "number": 3, "when": "before", "what": "file size limit"}
+    assert zygote.train(tmp_path, fault=fault) == {
+        "status": 0,
+        "error": f"RunError: cannot write the metrics of {tmp_path}: File too large",
+    }
+
+
+def test_a_broken_newest_checkpoint_is_passed_over(zygote, uninterrupted, tmp_path):
+    kind, expected = uninterrupted
+    zygote.train(tmp_path / "run", kind=kind, fault=kill("torch.optim:AdamW.step", 7))
+    newest = tmp_path / "run/checkpoints/step-6"
+    content = (newest / "optimizer.safetensors").read_bytes()
+    for damage in (content[:-100], content[:-1] + bytes([content[-1] ^ 1]), b"", None):
+        run = tmp_path / "damaged"
+        shutil.rmtree(run, ignore_errors=True)
+        shutil.copytree(tmp_path / "run", run)
+        file = run / "checkpoints/step-6/optimizer.safetensors"
+        file.unlink() if damage is None else file.write_bytes(damage)
+        assert zygote.train(run, kind=kind, resume=True)["finished"]
+        assert losses(run) == expected
