@@ -7,6 +7,7 @@ import torch
 
 from switchhead import Relative, Rotary, SwitchHeadAttention
 from switchhead.nn.reference import switchhead_reference
+from switchhead.ops import route
 from tests.helpers import gradients, relative_error
 
 SUBSETS = ["".join(s) for n in range(5) for s in itertools.combinations("qkvo", n)]
@@ -73,13 +74,20 @@ def test_backends_agree_in_the_layer(backend):
     assert relative_error(a(x), b(x)) < 1e-13
 
 
-def test_shared_selection_has_one_router_and_routes_once():
-    module = layer(shared_selection=True)
-    calls = []
-    module.destination_router.register_forward_hook(lambda *_: calls.append(1))
+@pytest.mark.parametrize("shared", [False, True])
+def test_self_attention_routes_in_one_pass(shared, monkeypatch):
+    module = layer(shared_selection=shared)
+    assert (module.source_router is None) == shared
+    heads = []
+    monkeypatch.setattr(
+        "switchhead.nn.router.route", lambda x, w, *a, **o: heads.append(len(w)) or route(x, w, *a, **o)
+    )
+    seen = []
+    for router in filter(None, (module.destination_router, module.source_router)):
+        router.register_forward_hook(lambda router, args, routing: seen.append(routing.gates.shape))
     module(torch.randn(1, 4, 10, dtype=torch.float64))
-    assert len(calls) == 1
-    assert module.source_router is None
+    assert heads == [2 if shared else 4]
+    assert seen == [(4, 2, 2)] * (1 if shared else 2)  # hooks see every decision
 
 
 def test_expert_dropout_acts_in_training_only_and_follows_the_seed():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
@@ -52,15 +54,32 @@ class Router(nn.Module):
         """Draw the weights anew."""
         normal_(self.weight, self.weight.shape[-1], self.init_scale)
 
-    def forward(self, x: Float[Tensor, "tokens wide"]) -> Routing:
-        """Route `[N, d_model]` tokens; zeros may be padded behind their width."""
-        weight = F.pad(self.weight, (0, x.shape[-1] - self.weight.shape[-1]))
-        dropped = None
-        if self.training and self.expert_dropout > 0:
-            dropped = torch.rand(x.shape[0], *self.weight.shape[:2], device=x.device) < self.expert_dropout
-        return route(x, weight, self.k, gating=self.gating, dropped=dropped)
+    def forward(self, x: Float[Tensor, "tokens wide"], known: Routing | None = None) -> Routing:
+        """Route `[N, d_model]` tokens; zeros may be padded behind their width.
+
+        `known` is their routing if `route_together` has it already; it passes through here for the hooks to see.
+        """
+        return known or _route(x, [self])[0]
 
     def extra_repr(self) -> str:
         """Shape and options."""
         heads, experts, d_model = self.weight.shape
         return f"d_model={d_model}, n_heads={heads}, n_experts={experts}, k={self.k}, gating={self.gating!r}"
+
+
+def route_together(x: Float[Tensor, "tokens wide"], *routers: Router) -> list[Routing]:
+    """Routings of the same tokens by routers of the same shape and options, in one pass over the tokens."""
+    return [router(x, known) for router, known in zip(routers, _route(x, routers), strict=True)]
+
+
+def _route(x: Tensor, routers: Sequence[Router]) -> list[Routing]:
+    first = routers[0]
+    weight = torch.cat([router.weight for router in routers]) if len(routers) > 1 else first.weight
+    weight = F.pad(weight, (0, x.shape[-1] - weight.shape[-1]))
+    dropped = None
+    if first.training and first.expert_dropout > 0:
+        dropped = torch.rand(x.shape[0], *weight.shape[:2], device=x.device) < first.expert_dropout
+    routing = route(x, weight, first.k, gating=first.gating, dropped=dropped)
+    heads = first.weight.shape[0]
+    sides = zip(routing.gates.split(heads, dim=1), routing.expert_indices.split(heads, dim=1), strict=True)
+    return [Routing(gates, expert_indices, routing.n_experts) for gates, expert_indices in sides]

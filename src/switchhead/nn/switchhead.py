@@ -25,7 +25,7 @@ from switchhead.nn.init import normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
-from switchhead.nn.router import Router
+from switchhead.nn.router import Router, route_together
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.relative import relative_bias
 from switchhead.ops.router import Gating
@@ -187,12 +187,14 @@ class SwitchHeadAttention(nn.Module):
 
     def _route(self, x: Tensor, source: Tensor) -> tuple[Routing | None, Routing | None]:
         """Routings of the destination and the source side: the same one where selection and tokens are shared."""
-        to = self.destination_router(x.flatten(0, 1)) if self.destination_router else None
-        if not self.shared_selection:
-            return to, self.source_router(source.flatten(0, 1)) if self.source_router else None
-        if source is x or self.destination_router is None:
-            return to, to
-        return to, self.destination_router(source.flatten(0, 1))
+        destination, origin = self.destination_router, self.source_router
+        if source is x and destination is not None and origin is not None:
+            to, fro = route_together(x.flatten(0, 1), destination, origin)
+            return to, fro
+        to = None if destination is None else destination(x.flatten(0, 1))
+        if self.shared_selection:
+            return to, to if source is x or destination is None else destination(source.flatten(0, 1))
+        return to, None if origin is None else origin(source.flatten(0, 1))
 
     def _project(self, names: str, x: Tensor, to: Routing | None, origin: Routing | None) -> list[Tensor]:
         """Queries, keys or values of the same tokens, `[B, H, T, d]` each; the plain ones in one matmul."""

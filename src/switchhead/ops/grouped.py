@@ -69,7 +69,7 @@ def _grouped(x: Tensor, weight: Tensor, gates: Tensor, expert_indices: Tensor, r
     flat = out.view(-1, out.shape[-1])
     scale = gates.flatten()[slots.order].to(out.dtype)
     for group, chunk in _chunks(slots.bounds):
-        y = (rows[slots.x_rows[chunk]] @ experts[group]).to(out.dtype)
+        y = (rows.index_select(0, slots.x_rows[chunk]) @ experts[group]).to(out.dtype)
         if reduce == "none":
             flat[slots.order[chunk]] = y
         else:
@@ -95,7 +95,8 @@ def _grouped_backward(
     grad_gates = torch.zeros(gates.numel(), dtype=gates.dtype, device=x.device)
     scale = gates.flatten()[slots.order].to(wide)
     for group, chunk in _chunks(slots.bounds):
-        x_chunk, dy = rows[slots.x_rows[chunk]], grad_rows[slots.out_rows[chunk]]
+        x_chunk = rows.index_select(0, slots.x_rows[chunk])
+        dy = grad_rows.index_select(0, slots.out_rows[chunk])
         t = (dy @ experts[group].mT).to(wide)
         if reduce != "none":
             grad_gates[slots.order[chunk]] = (t * x_chunk).sum(-1).to(gates.dtype)

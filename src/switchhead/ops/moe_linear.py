@@ -22,6 +22,10 @@ _TORCH_BACKENDS: dict[str, Callable[..., Tensor]] = {
     "grouped": grouped.moe_linear,
 }
 
+# On a CPU grouping pays from this ratio E / k and this size of an expert on; docs/performance.md has the measurements.
+_GROUPED_RATIO = 1.5
+_GROUPED_SIZE = 8192
+
 
 class Choice(NamedTuple):
     """A backend and the reason for it."""
@@ -80,8 +84,8 @@ def choose_backend(x: Tensor, weight: Tensor, routing: Routing) -> Choice:
         if obstacle is None:
             return Choice("triton", "a CUDA device that runs the kernels")
         return Choice("gated", f"{obstacle}; computing all experts needs no word from the device to the host")
-    if ratio < 2:
-        return Choice("gated", f"E / k = {ratio:.2f} < 2: computing all experts costs less than gathering rows")
+    if ratio < _GROUPED_RATIO or weight.shape[2] * weight.shape[3] < _GROUPED_SIZE:
+        return Choice("gated", f"E / k = {ratio:.2f}: computing all experts costs less than gathering rows of so few")
     return Choice("grouped", f"E / k = {ratio:.2f}: computing only the chosen experts saves more than gathers cost")
 
 
