@@ -47,7 +47,7 @@ def _one_sequence(layer, x, source, padded, softmax_gating, crossed):
                 return [weight[h * layer.d_head : (h + 1) * layer.d_head] @ token for token in tokens]
             return [
                 sum(gate * (token @ weight[h, e]) for e, gate in chosen)
-                for token, chosen in zip(tokens, choices or (), strict=True)
+                for token, chosen in zip(tokens, choices, strict=True)
             ]
 
         queries = project("q", x, destination)
@@ -64,17 +64,17 @@ def _one_sequence(layer, x, source, padded, softmax_gating, crossed):
             weights = torch.exp(scores - torch.logsumexp(scores, 0))
             attended = sum(w * values[j] for w, j in zip(weights, seen, strict=True))
             if "o" in experts:
-                y[i] = y[i] + sum(gate * (attended @ layer.o_proj.weight[h, e]) for e, gate in destination[i] or ())
+                y[i] = y[i] + sum(gate * (attended @ layer.o_proj.weight[h, e]) for e, gate in destination[i])
             else:
                 y[i] = y[i] + layer.o_proj.weight[:, h * layer.d_head : (h + 1) * layer.d_head] @ attended
     return torch.stack(y)
 
 
-def _choose(layer, side, token, h, softmax_gating):
-    """The chosen experts of one token and head with their gates, or None where this side has no router."""
+def _choose(layer, side, token, h, softmax_gating) -> list[tuple[int, Tensor]]:
+    """The chosen experts of one token and head with their gates; none where this side has no router."""
     router = layer.destination_router if side == "destination" or layer.shared_selection else layer.source_router
     if router is None:
-        return None
+        return []
     scores = [token @ row for row in router.weight[h]]
     best = sorted(range(len(scores)), key=lambda e: (-scores[e].item(), e))[: layer.k]
     if softmax_gating:
