@@ -81,6 +81,13 @@ def test_a_body_without_an_output_layer_is_no_language_model(saved, tmp_path):
         SwitchHeadForCausalLM.from_pretrained(tmp_path / "body")
 
 
+def test_fields_overridden_while_loading_are_checked(saved):
+    _, directory = saved
+    assert SwitchHeadForCausalLM.from_pretrained(directory, dropout=0.25).model.embedding_dropout.p == 0.25
+    with pytest.raises(ValueError, match=r"dropout=1\.5 must be"):
+        SwitchHeadForCausalLM.from_pretrained(directory, dropout=1.5)
+
+
 def test_loading_report_is_returned_when_asked_for(saved):
     _, directory = saved
     model, report = SwitchHeadForCausalLM.from_pretrained(directory, output_loading_info=True)

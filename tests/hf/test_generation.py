@@ -1,6 +1,7 @@
 import pytest
 import torch
-from transformers import DynamicCache, StaticCache
+from torch._dynamo.utils import counters
+from transformers import CompileConfig, DynamicCache, StaticCache
 
 from switchhead.hf.compat import CACHE_NAME
 from tests.helpers import relative_error
@@ -75,6 +76,21 @@ def test_a_cache_of_fixed_size_works_without_generate(attention, positions):
         pieces.append(model(tokens[:, start:end], mask[:, :end], cache=cache).logits)
     real = mask.bool()
     assert relative_error(torch.cat(pieces, dim=1)[real], model(tokens, mask).logits[real]) < 1e-12
+
+
+@pytest.mark.parametrize(("attention", "positions"), FIXED_CACHE_KINDS)
+def test_decoding_into_a_cache_of_fixed_size_compiles_once_without_graph_breaks(attention, positions):
+    torch.compiler.reset()
+    model = lively_model(small_config(attention, positions))
+    prompt = random_tokens(2, 5)
+    mask = torch.ones_like(prompt)
+    mask[0, :2] = 0
+    options = CompileConfig(fullgraph=True, backend="eager", mode=None)
+    options._compile_all_devices = True  # generate compiles on accelerators only, unless told so
+    counters.clear()
+    found = greedy(model, prompt, 10, attention_mask=mask, cache_implementation="static", compile_config=options)
+    assert counters["stats"]["unique_graphs"] == 1
+    assert torch.equal(found, greedy(model, prompt, 10, attention_mask=mask))
 
 
 @pytest.mark.parametrize("memory_length", [0, 8])

@@ -21,8 +21,8 @@ _INHERITED = frozenset(
 class SwitchHeadConfig(PreTrainedConfig):
     """Configuration of `SwitchHeadModel` and `SwitchHeadForCausalLM`.
 
-    Defaults are the paper's 47M SwitchHead with rotary positions (arXiv 2312.07987). Names are Hugging Face's; the
-    table in `docs/architecture.md` maps them to the paper's.
+    Default sizes are those of the paper's 47M SwitchHead for WikiText-103 (arXiv 2312.07987), with rotary positions in
+    place of relative ones. Names are Hugging Face's; the table in `docs/architecture.md` maps them to the paper's.
 
     Args:
         vocab_size: rows of the embedding and of the output layer.
@@ -99,8 +99,16 @@ class SwitchHeadConfig(PreTrainedConfig):
             self.num_experts = 5 if self.num_experts is None else self.num_experts
             self.num_experts_per_tok = 2 if self.num_experts_per_tok is None else self.num_experts_per_tok
         super().__post_init__(**kwargs)
-        self._validate_kinds()
-        self._validate_ranges()
+        self.check()
+
+    def check(self) -> None:
+        """Raise a ValueError that names the first field that cannot be.
+
+        Runs at construction, and again when a model is built, since transformers assigns to fields in between.
+        """
+        self._check_kinds()
+        self._check_ranges()
+        self._check_relations()
 
     @property
     def sliding_window(self) -> int | None:
@@ -120,7 +128,7 @@ class SwitchHeadConfig(PreTrainedConfig):
             similar = difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"unknown field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else ""))
 
-    def _validate_kinds(self) -> None:
+    def _check_kinds(self) -> None:
         for field, kinds in KINDS.items():
             self._require(field, getattr(self, field) in kinds, f"one of {', '.join(map(repr, kinds))}")
         defaults = {field.name: field.default for field in fields(self)}
@@ -135,7 +143,7 @@ class SwitchHeadConfig(PreTrainedConfig):
                         f"leave it out, or use {field}={kind!r}"
                     )
 
-    def _validate_ranges(self) -> None:
+    def _check_ranges(self) -> None:
         sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"]
         sizes += ["intermediate_size", "max_position_embeddings"]
         if self.attention == "switchhead":
@@ -160,9 +168,8 @@ class SwitchHeadConfig(PreTrainedConfig):
             "expert_projections", _are_distinct(self.expert_projections, "qkvo"), "distinct letters of 'qkvo'"
         )
         self._require("output_attentions", not self.output_attentions, "False: the fused attention keeps no weights")
-        self._validate_relations()
 
-    def _validate_relations(self) -> None:
+    def _check_relations(self) -> None:
         if self.num_experts is not None and self.num_experts_per_tok is not None:
             wanted = f"at most num_experts={self.num_experts}"
             self._require("num_experts_per_tok", self.num_experts_per_tok <= self.num_experts, wanted)

@@ -75,6 +75,10 @@ class SwitchHeadPreTrainedModel(PreTrainedModel):
     _supports_sdpa = True
     _can_compile_fullgraph = True
 
+    def __init__(self, config: SwitchHeadConfig) -> None:
+        config.check()
+        super().__init__(config)
+
     def post_init(self) -> None:
         """Finish construction, keeping the weights that the layers drew for themselves."""
         if not any(parameter.is_meta for parameter in self.parameters()):
@@ -140,7 +144,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
         self,
         input_ids: Int[Tensor, "batch T"] | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Int[Tensor, "#batch T"] | None = None,
+        position_ids: Int[Tensor, "*batch T"] | None = None,
         *,
         memory: Sequence[Float[Tensor, "batch M d_model"]] | None = None,
         cache: Cache | None = None,
@@ -242,7 +246,7 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         self,
         input_ids: Int[Tensor, "batch T"] | None = None,
         attention_mask: Tensor | None = None,
-        position_ids: Int[Tensor, "#batch T"] | None = None,
+        position_ids: Int[Tensor, "*batch T"] | None = None,
         *,
         memory: Sequence[Float[Tensor, "batch M d_model"]] | None = None,
         cache: Cache | None = None,
