@@ -17,10 +17,9 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-# Rows counted by one program. Counts of all earlier programs are summed by each later one, which is quadratic in
-# rows / 512, and still below 1 % of the matmuls' time at a million tokens.
-_BLOCK = 512
-_ONE_HOT = 8192  # elements of the one-hot matrix of one step
+# Elements of the one-hot matrix [rows, groups] of one program. Counts of all earlier programs are summed by each later
+# one, which is quadratic in the number of rows, and still below 1 % of the matmuls' time at a million tokens.
+_ONE_HOT = 8192
 RECORD = 16  # integers a tile record holds: first row, end, then one expert for each slot
 
 
@@ -76,9 +75,12 @@ class Groups:
         groups = self.rows.groups * self.rows.segments // n_maps
         bound = triton.cdiv(self.order.numel() // n_maps, block) + groups
         tiles = torch.empty(n_maps, bound, RECORD, dtype=torch.int32, device=self.order.device)
+        rows = self.rows
+        padded = triton.next_power_of_2(groups)
         _tiles_kernel[(groups, n_maps)](
-            self.offsets, tiles, bound, groups, self.rows.groups, self.rows.n_experts, self.rows.parts, self.rows.k,
-            self.rows.single, self.rows.pooled, block, triton.next_power_of_2(groups),
+            self.offsets, tiles, bound, groups, rows.groups, rows.n_experts, rows.parts, rows.k,
+            comb(rows.n_experts, rows.k), rows.slots, rows.single, rows.pooled, block,
+            triton.next_power_of_2(rows.n_experts), padded, max(16, min(64, _ONE_HOT // padded)),
         )  # fmt: skip
         return tiles
 
@@ -87,17 +89,17 @@ def group_rows(expert_indices: Tensor, rows: Rows) -> Groups:
     """Sort the rows of `expert_indices [N, H, K]` by the experts they chose."""
     indices = expert_indices.contiguous()
     device = indices.device
+    groups_padded = triton.next_power_of_2(rows.groups)
+    block = max(16, min(512, _ONE_HOT // groups_padded))
     n_slots = indices.numel()
     n_rows = n_slots if rows.single else n_slots // rows.slots
     per_segment = n_rows // rows.segments
-    blocks = triton.cdiv(per_segment, _BLOCK)
+    blocks = triton.cdiv(per_segment, block)
     counts = torch.empty(rows.segments, blocks, rows.groups, dtype=torch.int32, device=device)
     order = torch.empty(n_rows, dtype=torch.int32, device=device)
     offsets = torch.empty(rows.segments * rows.groups + 1, dtype=torch.int32, device=device)
-    groups_padded = triton.next_power_of_2(rows.groups)
-    step = max(16, min(_BLOCK, _ONE_HOT // groups_padded))
     shape = (rows.segments, rows.inner, rows.parts, rows.k, comb(rows.n_experts, rows.k), rows.single)
-    sizes = (rows.groups, groups_padded, _BLOCK, step)
+    sizes = (rows.groups, groups_padded, block)
     grid = (blocks, rows.segments)
     _count_kernel[grid](indices, counts, per_segment, *shape, *sizes)
     _place_kernel[grid](indices, counts, order, offsets, per_segment, blocks, *shape, *sizes)
@@ -145,16 +147,14 @@ def _count_kernel(
     counts_ptr,  # int32 [segments, blocks, groups]
     per_segment,
     SEGMENTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N_SETS: tl.constexpr,
-    SINGLE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    SINGLE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, segment = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, GROUPS_PADDED)
-    count = tl.zeros((GROUPS_PADDED,), tl.int32)
-    for start in range(0, BLOCK, STEP):
-        i = block * BLOCK + start + tl.arange(0, STEP)
-        mask = i < per_segment
-        key, _ = _key(indices_ptr, _row(i, segment, SEGMENTS, INNER), mask, PARTS, K, N_SETS, SINGLE)
-        count += tl.sum(((key[:, None] == g[None, :]) & mask[:, None]).to(tl.int32), 0)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    mask = i < per_segment
+    key, _ = _key(indices_ptr, _row(i, segment, SEGMENTS, INNER), mask, PARTS, K, N_SETS, SINGLE)
+    count = tl.sum(((key[:, None] == g[None, :]) & mask[:, None]).to(tl.int32), 0)
     tl.store(counts_ptr + (segment * tl.num_programs(0) + block) * GROUPS + g, count, mask=g < GROUPS)
 
 
@@ -166,14 +166,17 @@ def _place_kernel(
     offsets_ptr,  # int32 [segments * groups + 1]
     per_segment, blocks,
     SEGMENTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N_SETS: tl.constexpr,
-    SINGLE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    SINGLE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, segment = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, GROUPS_PADDED)
-    b = tl.arange(0, 16)
+    i = block * BLOCK + tl.arange(0, BLOCK)
+    mask = i < per_segment
+    key, row = _key(indices_ptr, _row(i, segment, SEGMENTS, INNER), mask, PARTS, K, N_SETS, SINGLE)
+    b = tl.arange(0, BLOCK)
     total = tl.zeros((GROUPS_PADDED,), tl.int32)
     before = tl.zeros((GROUPS_PADDED,), tl.int32)
-    for first in range(0, blocks, 16):
+    for first in range(0, blocks, BLOCK):
         at = (segment * blocks + first + b)[:, None] * GROUPS + g[None, :]
         count = tl.load(counts_ptr + at, mask=(first + b < blocks)[:, None] & (g < GROUPS)[None, :], other=0)
         total += tl.sum(count, 0)
@@ -182,15 +185,9 @@ def _place_kernel(
     if block == 0:
         tl.store(offsets_ptr + segment * GROUPS + g, offset, mask=g < GROUPS)
         tl.store(offsets_ptr + (segment + 1) * GROUPS, (segment + 1) * per_segment, mask=segment == SEGMENTS - 1)
-    base = offset + before
-    for start in range(0, BLOCK, STEP):
-        i = block * BLOCK + start + tl.arange(0, STEP)
-        mask = i < per_segment
-        key, row = _key(indices_ptr, _row(i, segment, SEGMENTS, INNER), mask, PARTS, K, N_SETS, SINGLE)
-        one_hot = ((key[:, None] == g[None, :]) & mask[:, None]).to(tl.int32)
-        rank = tl.cumsum(one_hot, 0) - 1 + base[None, :]
-        tl.store(order_ptr + tl.sum(one_hot * rank, 1), row, mask=mask)
-        base += tl.sum(one_hot, 0)
+    one_hot = ((key[:, None] == g[None, :]) & mask[:, None]).to(tl.int32)
+    rank = tl.cumsum(one_hot, 0) - 1 + (offset + before)[None, :]
+    tl.store(order_ptr + tl.sum(one_hot * rank, 1), row, mask=mask)
 
 
 @triton.jit(do_not_specialize=["bound"])
@@ -199,7 +196,8 @@ def _tiles_kernel(
     tiles_ptr,  # int32 [maps, bound, 16]
     bound,
     GROUPS: tl.constexpr, SEGMENT_GROUPS: tl.constexpr, N_EXPERTS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
-    SINGLE: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr, GROUPS_PADDED: tl.constexpr,
+    N_SETS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,
+    EXPERTS_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     group, map_ = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, GROUPS_PADDED)
@@ -217,9 +215,33 @@ def _tiles_kernel(
     if POOLED:
         first_matrix = segment * 0
 
+    matrices = ()
+    if SINGLE:
+        matrices = (first_matrix + rest,)
+    else:
+        c = tl.arange(0, EXPERTS_PADDED)
+        for p in tl.static_range(PARTS):  # the first part is the highest digit
+            digit = rest
+            for _ in tl.static_range(PARTS - 1 - p):
+                digit = digit // N_SETS
+            digit = digit % N_SETS
+            chosen = ()
+            for j in tl.static_range(K):
+                # The largest expert c whose binomial(c, K - j) still fits.
+                binomial = c
+                for r in tl.static_range(1, K - j):
+                    binomial = binomial * (c - r) // (r + 1)
+                fits = (binomial <= digit) & (c < N_EXPERTS)
+                expert = tl.max(tl.where(fits, c, 0), 0)
+                digit -= tl.max(tl.where(fits, binomial, 0), 0)
+                if not POOLED:
+                    expert += p * N_EXPERTS
+                chosen = (first_matrix + expert,) + chosen
+            matrices = matrices + chosen
+
     mine = (stop - start + BLOCK - 1) // BLOCK
-    t = tl.arange(0, 16)
-    for t0 in range(0, mine, 16):
+    t = tl.arange(0, STEP)
+    for t0 in range(0, mine, STEP):
         tile = t0 + t
         earlier = tl.minimum(n_tiles[None, :], tile[:, None]) + (
             (g < group)[None, :] & (n_tiles[None, :] > tile[:, None])
@@ -228,36 +250,11 @@ def _tiles_kernel(
         begin = start + tile * BLOCK
         tl.store(record, begin, mask=tile < mine)
         tl.store(record + 1, tl.minimum(begin + BLOCK, stop), mask=tile < mine)
-        if SINGLE:
-            tl.store(record + 2, first_matrix + rest, mask=tile < mine)
-        else:
-            code = rest
-            for p in tl.static_range(PARTS):
-                part = PARTS - 1 - p  # the last part is the lowest digit
-                n_sets = _binomial(N_EXPERTS, K)
-                digit = code % n_sets
-                code = code // n_sets
-                for j in tl.static_range(K):
-                    size = K - j
-                    # The largest expert whose binomial(expert, size) fits.
-                    expert = digit * 0
-                    taken = digit * 0
-                    for candidate in tl.static_range(N_EXPERTS):
-                        fits = _binomial(candidate, size) <= digit
-                        expert = tl.where(fits, candidate, expert)
-                        taken = tl.where(fits, _binomial(candidate, size), taken)
-                    digit -= taken
-                    matrix = first_matrix + expert
-                    if not POOLED:
-                        matrix += part * N_EXPERTS
-                    tl.store(record + 2 + part * K + size - 1, matrix, mask=tile < mine)
+        for s in tl.static_range(SLOTS):
+            tl.store(record + 2 + s, matrices[s], mask=tile < mine)
     if group == 0:  # the rest of the list is empty
         used = tl.sum(n_tiles, 0)
         at = records + (used + g).to(tl.int64) * 16
         tl.store(at, 0, mask=used + g < bound)
         tl.store(at + 1, 0, mask=used + g < bound)
 
-
-@triton.constexpr_function
-def _binomial(n, r):
-    return comb(n, r)

@@ -124,15 +124,20 @@ def _scale_rows_kernel(
     inside = valid[:, None] & (d < D)[None, :]
     source = x_ptr + (row // H).to(tl.int64)[:, None] * stride_n + (row % H).to(tl.int64)[:, None] * stride_h
     source += d.to(tl.int64)[None, :] * stride_d
-    if not PER_SLOT:
-        x = tl.load(source, mask=inside, other=0.0)
+    # All loads before all stores, which the compiler may not reorder.
+    xs = ()
+    ys = ()
     for j in tl.static_range(K):
-        if PER_SLOT:
-            x = tl.load(source + j * stride_k, mask=inside, other=0.0)
+        if PER_SLOT or j == 0:
+            xs = xs + (tl.load(source + j * stride_k, mask=inside, other=0.0),)
+        if projected_ptr is not None:
+            slot = row.to(tl.int64) * K + j
+            ys = ys + (tl.load(projected_ptr + slot[:, None] * D + d[None, :], mask=inside, other=0.0),)
+    for j in tl.static_range(K):
+        x = xs[j if PER_SLOT else 0]
         slot = row.to(tl.int64) * K + j
         if projected_ptr is not None:
-            y = tl.load(projected_ptr + slot[:, None] * D + d[None, :], mask=inside, other=0.0)
-            tl.store(dots_ptr + slot, tl.sum(x.to(tl.float32) * y.to(tl.float32), 1), mask=valid)
+            tl.store(dots_ptr + slot, tl.sum(x.to(tl.float32) * ys[j].to(tl.float32), 1), mask=valid)
         scaled = x
         if gates_ptr is not None:
             gate = tl.load(gates_ptr + slot, mask=valid, other=0.0)

@@ -90,10 +90,19 @@ def _project_kernel(
     x_at = x_ptr + (row // SHARED * stride_x)[:, None] + k[None, :]
     weights_at = ()
     sums = ()
+    places = ()
+    gates = ()
     for s in tl.static_range(SLOTS):
         matrix = tl.load(record + 2 + s).to(tl.int64)
         weights_at = weights_at + (weight_ptr + (matrix * N_PADDED + n)[:, None] * K_PADDED + k[None, :],)
         sums = sums + (tl.zeros((BLOCK_M, BLOCK_N), tl.float32),)
+        # A tile's slots ascend by expert; the caller's do not. Loaded here, while the pipeline fills.
+        place = row * SLOTS
+        if SLOTS > 1:
+            place += _slot_of_rank(indices_ptr, row, s, SLOTS)
+        places = places + (place,)
+        if gates_ptr is not None:
+            gates = gates + (tl.load(gates_ptr + place).to(tl.float32),)
     for k0 in range(0, K, BLOCK_K):
         if K % BLOCK_K == 0:
             x = tl.load(x_at + k0)
@@ -112,12 +121,9 @@ def _project_kernel(
         )
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
     for s in tl.static_range(SLOTS):
-        # A tile's slots ascend by expert; the caller's do not.
-        place = row * SLOTS
-        if SLOTS > 1:
-            place += _slot_of_rank(indices_ptr, row, s, SLOTS)
+        place = places[s]
         if gates_ptr is not None:
-            total += sums[s] * tl.load(gates_ptr + place).to(tl.float32)[:, None]
+            total += sums[s] * gates[s][:, None]
         if kept_ptr is not None:
             tl.store(kept_ptr + place[:, None] * N + n[None, :], sums[s].to(kept_ptr.dtype.element_ty), mask=inside)
         if dots_ptr is not None:

@@ -82,25 +82,33 @@ def _route_backward(
     if tokens == 0:
         return torch.zeros_like(x), torch.zeros_like(weight)
     k = gates.shape[2]
-    grad = grad.contiguous()
     x = x if x.stride(1) == 1 else x.contiguous()
-    choice = (grad, gates, expert_indices, probabilities if softmax else None)
-    sizes = (heads, experts, *_padded(heads, experts), k)
-    width = sizes[2] * sizes[3]
+    padded_heads, padded_experts = _padded(heads, experts)
+    width = padded_heads * padded_experts
+    n_parts = 3 if x.dtype == torch.bfloat16 else 1
+    dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
+    score_grads = torch.empty(n_parts, tokens, width, dtype=dtype, device=x.device)
+    block = max(1, 2048 // width)
+    _score_grads_kernel[(triton.cdiv(tokens, block),)](
+        grad.contiguous(), gates, expert_indices, probabilities if softmax else None, score_grads, tokens,
+        heads, experts, padded_heads, padded_experts, k, n_parts, block,
+    )  # fmt: skip
     grad_x = grad_weight = x.new_empty(0)
-    block_m, block_n = _block_m(width), 128
     if need_x:
+        parts = _split_weight(x, weight)
         grad_x = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
+        block_m, block_n = (128, 128) if width <= 64 else (32, 64)
+        # Rounded to 16 bits in the end, the sum needs the first two parts of each factor only.
         _grad_x_kernel[(triton.cdiv(tokens, block_m), triton.cdiv(d, block_n))](
-            *choice, weight.contiguous(), grad_x, tokens, d, *sizes,
-            "tf32" if x.dtype != torch.float32 else _precision(x), block_m, block_n,
+            score_grads, parts, grad_x, tokens, d, parts.shape[2], width, min(2, n_parts), min(2, parts.shape[0]),
+            "tf32" if x.dtype == torch.float16 else _precision(x), block_m, block_n,
         )  # fmt: skip
     if need_weight:
         partial = torch.empty(_SPLITS, heads * experts, d, dtype=torch.float32, device=x.device)
-        block_d = 128 if width <= 64 else 32
+        block_m, block_d = (64, 128) if width <= 64 else (32, 32)
         _grad_weight_kernel[(triton.cdiv(d, block_d), _SPLITS)](
-            *choice, x, partial, tokens, x.stride(0), d, *sizes, 3 if x.dtype == torch.bfloat16 else 1,
-            _precision(x), 64 if width <= 64 else 32, block_d, num_warps=4, num_stages=3,
+            score_grads, x, partial, tokens, x.stride(0), d, heads, experts, padded_experts, width, n_parts,
+            _precision(x), block_m, block_d, num_warps=4, num_stages=3,
         )  # fmt: skip
         grad_weight = partial.sum(0).view(weight.shape).to(weight.dtype)
     return grad_x, grad_weight
@@ -140,7 +148,7 @@ def _padded(heads: int, experts: int) -> tuple[int, int]:
 
 def _block_m(width: int) -> int:
     """Tokens of a tile, so that one score for each of `width` experts fits into registers."""
-    return 128 if width <= 64 else max(16, 8192 // width)
+    return 64 if width <= 64 else max(16, 8192 // width)
 
 
 def _precision(x: Tensor) -> str:
@@ -245,95 +253,91 @@ def _route_kernel(
         left = tl.where(e == expert[:, :, None], float("-inf"), left)
 
 
-@triton.jit
-def _score_grads(
-    grad_ptr, gates_ptr, indices_ptr, probabilities_ptr, token, valid,
-    H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr, BLOCK_M: tl.constexpr,
+@triton.jit(do_not_specialize=["tokens"])
+def _score_grads_kernel(
+    grad_ptr,  # [tokens, H, K]
+    gates_ptr,  # float32 [tokens, H, K]
+    indices_ptr,  # int32 [tokens, H, K]
+    probabilities_ptr,  # float32 [tokens, H, E] or None
+    score_grads_ptr,  # [PARTS, tokens, PH * PE]: parts whose sum is the gradient of the scores
+    tokens,
+    H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr, PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the scores, float32 `[BLOCK_M, PH * PE]`."""
-    h = tl.arange(0, PH)
-    e = tl.arange(0, PE)[None, None, :]
-    inside = valid[:, None] & (h < H)[None, :]
-    row = token.to(tl.int64)[:, None] * H + h[None, :]
-    grads = tl.zeros((BLOCK_M, PH, PE), tl.float32)
-    mean = tl.zeros((BLOCK_M, PH), tl.float32)
+    token = (tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)).to(tl.int64)[:, None]
+    c = tl.arange(0, PH * PE)[None, :]
+    h, e = c // PE, c % PE
+    inside = (token < tokens) & (h < H)
+    first = (token * H + h) * K
+    rest = tl.zeros((BLOCK, PH * PE), tl.float32)
+    mean = tl.zeros((BLOCK, PH * PE), tl.float32)
     for j in tl.static_range(K):
-        grad = tl.load(grad_ptr + row * K + j, mask=inside, other=0.0).to(tl.float32)
-        gate = tl.load(gates_ptr + row * K + j, mask=inside, other=0.0)
-        expert = tl.load(indices_ptr + row * K + j, mask=inside, other=-1)
+        grad = tl.load(grad_ptr + first + j, mask=inside, other=0.0).to(tl.float32)
+        gate = tl.load(gates_ptr + first + j, mask=inside, other=0.0)
+        expert = tl.load(indices_ptr + first + j, mask=inside, other=-1)
         if probabilities_ptr is not None:
             mean += grad * gate
             value = grad * gate
         else:
             value = grad * gate * (1 - gate)
-        grads += tl.where(e == expert[:, :, None], value[:, :, None], 0.0)
+        rest += tl.where(e == expert, value, 0.0)
     if probabilities_ptr is not None:
-        probabilities = tl.load(
-            probabilities_ptr + row[:, :, None] * E + e, mask=inside[:, :, None] & (e < E), other=0.0
-        )
-        grads -= probabilities * mean[:, :, None]
-    return tl.reshape(grads, (BLOCK_M, PH * PE))
+        at = probabilities_ptr + (token * H + h) * E + e
+        rest -= tl.load(at, mask=inside & (e < E), other=0.0) * mean
+    for part in tl.static_range(PARTS):
+        value = rest.to(score_grads_ptr.dtype.element_ty)
+        at = (part * tokens.to(tl.int64) + token) * (PH * PE) + c
+        tl.store(score_grads_ptr + at, value, mask=token < tokens)
+        rest -= value.to(tl.float32)
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _grad_x_kernel(
-    grad_ptr,  # [tokens, H, K]
-    gates_ptr,  # float32 [tokens, H, K]
-    indices_ptr,  # int32 [tokens, H, K]
-    probabilities_ptr,  # float32 [tokens, H, E] or None
-    weight_ptr,  # any float dtype [H, E, D]
+    score_grads_ptr,  # [parts, tokens, WIDTH]
+    parts_ptr,  # [parts, WIDTH, D_PADDED]
     grad_x_ptr,  # [tokens, D]
     tokens,
-    D: tl.constexpr, H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr,
-    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    D: tl.constexpr, D_PADDED: tl.constexpr, WIDTH: tl.constexpr, GRAD_PARTS: tl.constexpr,
+    WEIGHT_PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
-    token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = token < tokens
-    grads = _score_grads(grad_ptr, gates_ptr, indices_ptr, probabilities_ptr, token, valid, H, E, PH, PE, K, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    c = tl.arange(0, PH * PE)
-    exists = (c // PE < H) & (c % PE < E)
-    line = c // PE * E + c % PE
-    w = tl.load(weight_ptr + line[:, None] * D + n[None, :], mask=exists[:, None] & (n < D)[None, :], other=0.0)
-    out = tl.dot(grads, w.to(tl.float32), input_precision=PRECISION)
-    target = grad_x_ptr + token.to(tl.int64)[:, None] * D + n[None, :]
-    tl.store(target, out.to(grad_x_ptr.dtype.element_ty), mask=valid[:, None] & (n < D)[None, :])
+    token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
+    c = tl.arange(0, WIDTH)
+    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+    for i in tl.static_range(GRAD_PARTS):
+        at = (i * tokens.to(tl.int64) + token) * WIDTH + c[None, :]
+        grads = tl.load(score_grads_ptr + at, mask=token < tokens, other=0.0)
+        for j in tl.static_range(WEIGHT_PARTS):
+            if i + j < 2:
+                at = parts_ptr + (j * WIDTH + c)[:, None] * D_PADDED + n
+                w = tl.load(at, mask=n < D, other=0.0)
+                total = tl.dot(grads, w, total, input_precision=PRECISION)
+    tl.store(grad_x_ptr + token * D + n, total.to(grad_x_ptr.dtype.element_ty), mask=(token < tokens) & (n < D))
 
 
 @triton.jit(do_not_specialize=["tokens"])
 def _grad_weight_kernel(
-    grad_ptr,  # [tokens, H, K]
-    gates_ptr,  # float32 [tokens, H, K]
-    indices_ptr,  # int32 [tokens, H, K]
-    probabilities_ptr,  # float32 [tokens, H, E] or None
+    score_grads_ptr,  # [PARTS, tokens, WIDTH]
     x_ptr,  # [tokens, D]
     partial_ptr,  # float32 [splits, H * E, D]
     tokens, stride_x,
-    D: tl.constexpr, H: tl.constexpr, E: tl.constexpr, PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr,
-    PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
+    D: tl.constexpr, H: tl.constexpr, E: tl.constexpr, PE: tl.constexpr, WIDTH: tl.constexpr, PARTS: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     split, splits = tl.program_id(1), tl.num_programs(1)
     per_split = tl.cdiv(tl.cdiv(tokens, splits), BLOCK_M) * BLOCK_M
     first = split * per_split
     d = tl.program_id(0) * BLOCK_D + tl.arange(0, BLOCK_D)
-    total = tl.zeros((BLOCK_D, PH * PE), tl.float32)
+    c = tl.arange(0, WIDTH)[None, :]
+    total = tl.zeros((BLOCK_D, WIDTH), tl.float32)
     for start in range(first, tl.minimum(first + per_split, tokens), BLOCK_M):
-        token = start + tl.arange(0, BLOCK_M)
+        token = (start + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
         valid = token < tokens
-        x = tl.load(
-            x_ptr + token.to(tl.int64)[:, None] * stride_x + d[None, :],
-            mask=valid[:, None] & (d < D)[None, :],
-            other=0.0,
-        )
-        rest = _score_grads(grad_ptr, gates_ptr, indices_ptr, probabilities_ptr, token, valid, H, E, PH, PE, K, BLOCK_M)
-        if PARTS == 1:
-            total = tl.dot(x.to(tl.float32).T, rest, total, input_precision=PRECISION)
-        else:
-            for _ in tl.static_range(PARTS):
-                part = rest.to(x.dtype)
-                total = tl.dot(x.T, part, total)
-                rest -= part.to(tl.float32)
-    c = tl.arange(0, PH * PE)[None, :]
+        x = tl.load(x_ptr + token * stride_x + d[None, :], mask=valid & (d < D)[None, :], other=0.0)
+        for part in tl.static_range(PARTS):
+            at = (part * tokens.to(tl.int64) + token) * WIDTH + c
+            grads = tl.load(score_grads_ptr + at, mask=valid, other=0.0)
+            total = tl.dot(x.to(grads.dtype).T, grads, total, input_precision=PRECISION)
     exists = (c // PE < H) & (c % PE < E)
     line = split.to(tl.int64) * (H * E) + c // PE * E + c % PE
     tl.store(partial_ptr + line * D + d[:, None], total, mask=exists & (d < D)[:, None])

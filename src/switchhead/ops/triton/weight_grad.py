@@ -100,18 +100,18 @@ def _partial_sums_kernel(
         n = block % NARROW_BLOCKS * BLOCK_N + tl.arange(0, BLOCK_N)
         k = tl.arange(0, BLOCK_K)
         total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-        slot = tl.load(order_ptr + tl.minimum(first + k, end - 1)).to(tl.int64)
         for i in range(0, n_steps):
             # Lines past the end repeat the last slot, so that nothing of another expert is read, times zero.
-            valid = first + i * BLOCK_K + k < end
+            line = first + i * BLOCK_K + k
+            slot = tl.load(order_ptr + tl.minimum(line, end - 1)).to(tl.int64)
+            valid = line < end
             wide_at = wide_ptr + (slot // SHARED * stride_wide)[:, None] + m[None, :]
-            rows_at = rows_ptr + slot[:, None] * NARROW + n[None, :]
+            rows_at = rows_ptr + (slot * NARROW)[:, None] + n[None, :]
             if WIDE % BLOCK_M == 0:
                 x = tl.load(wide_at)
             else:
                 x = tl.load(wide_at, mask=(m < WIDE)[None, :], other=0.0)
             y = tl.load(rows_at, mask=valid[:, None] & (n < NARROW)[None, :], other=0.0)
-            slot = tl.load(order_ptr + tl.minimum(first + (i + 1) * BLOCK_K + k, end - 1)).to(tl.int64)
             total = tl.dot(x.T, y, total, input_precision=PRECISION)
 
         piece = (program + group * BLOCKS + block).to(tl.int64)

@@ -1,0 +1,178 @@
+"""All that a SwitchHead layer makes of its tokens before attention, as one operator: queries and keys, routing, values.
+
+Together they have one gradient with respect to the tokens. Apart, each writes its own `[N, d_model]` part and another
+kernel adds them up; here two matrix products write and add, the routers' scores riding along as columns of the values'.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from jaxtyping import Float, Int
+from torch import Tensor
+
+from switchhead.ops.triton.dense import spread_rows, sum_over_tokens
+from switchhead.ops.triton.moe_linear import project_values
+from switchhead.ops.triton.operands import pad_to, prepare_weight
+from switchhead.ops.triton.router import choose_experts
+
+
+class Inputs(NamedTuple):
+    """What attention needs of its tokens."""
+
+    rows: Float[Tensor, "tokens plain"]
+    values: Float[Tensor, "tokens heads d"]
+    gates: Float[Tensor, "tokens routers k"]
+    expert_indices: Int[Tensor, "tokens routers k"]
+
+
+def project_inputs(
+    x: Float[Tensor, "tokens d_model"],
+    plain: Float[Tensor, "plain d_model"],
+    routers: Float[Tensor, "routers experts d_model"],
+    values: Float[Tensor, "heads experts d_model d"],
+    k: int,
+) -> Inputs:
+    """Plain projections, routing and expert values of the same tokens, on a CUDA device; differentiable once.
+
+    Args:
+        x: tokens, in the dtype of the computation, rows aligned to 16 bytes.
+        plain: rows of all plain projections, in any dtype.
+        routers: sigmoid routers; the last `heads` of them are the values'.
+        values: experts of the values.
+        k: experts chosen.
+
+    Returns:
+        `x @ plain^T`, the values (summed over the chosen experts, times their gates), and all routers' decisions.
+    """
+    rows, out, gates, expert_indices, _ = _project_inputs(x, plain.to(x.dtype), routers, values, k)
+    return Inputs(rows, out, gates, expert_indices)
+
+
+@torch.library.custom_op("switchhead::project_inputs", mutates_args=())
+def _project_inputs(
+    x: Tensor, plain: Tensor, routers: Tensor, values: Tensor, k: int
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    rows = x @ plain.mT
+    gates, expert_indices = choose_experts(x, routers, k)
+    heads = values.shape[0]
+    out, kept = project_values(x, values, gates[:, -heads:], expert_indices[:, -heads:])
+    return rows, out, gates, expert_indices, kept
+
+
+@_project_inputs.register_fake
+def _(x, plain, routers, values, k):
+    tokens, heads, d = x.shape[0], values.shape[0], values.shape[3]
+    choice = (tokens, routers.shape[0], k)
+    return (
+        x.new_empty(tokens, plain.shape[0]),
+        x.new_empty(tokens, heads, d),
+        x.new_empty(choice, dtype=torch.float32),
+        x.new_empty(choice, dtype=torch.int32),
+        x.new_empty(tokens, heads, k, d),
+    )
+
+
+@torch.library.custom_op("switchhead::project_inputs_backward", mutates_args=())
+def _project_inputs_backward(
+    grad_rows: Tensor,
+    grad_values: Tensor,
+    grad_gates: Tensor,
+    x: Tensor,
+    plain: Tensor,
+    routers: Tensor,
+    values: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    kept: Tensor,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    heads, experts, d_model, d = values.shape
+    n_routers = routers.shape[0]
+    if x.shape[0] == 0:
+        return torch.zeros_like(x), torch.zeros_like(plain), torch.zeros_like(routers), torch.zeros_like(values)
+    width = pad_to(d, 8)
+    inner, scores = heads * experts * width, n_routers * experts
+    spread = torch.empty(x.shape[0], pad_to(inner + scores, 8), dtype=x.dtype, device=x.device)
+    by_values = spread_rows(
+        grad_values, expert_indices[:, -heads:], gates[:, -heads:], spread, n_experts=experts, width=width, projected=kept
+    )
+    _write_score_gradients(grad_gates, by_values, gates, expert_indices, spread, inner, experts)
+    grad_rows = grad_rows.contiguous()
+    matrices = torch.zeros(spread.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
+    matrices[:inner] = prepare_weight(values, x.dtype, narrow_in=False, blocks=(8, 8)).flatten(0, 1)
+    matrices[inner : inner + scores] = routers.flatten(0, 1)
+    grad_x = torch.mm(grad_rows, plain).addmm_(spread, matrices)
+    grad_plain = sum_over_tokens(grad_rows, x)
+    grad_matrices = sum_over_tokens(spread, x)
+    grad_values = grad_matrices[:inner].view(heads, experts, width, d_model)[:, :, :d].mT
+    grad_routers = grad_matrices[inner : inner + scores].view(routers.shape)
+    return (
+        grad_x,
+        grad_plain.to(plain.dtype),
+        grad_routers.to(routers.dtype, copy=True),
+        grad_values.to(values.dtype, memory_format=torch.contiguous_format, copy=True),
+    )
+
+
+@_project_inputs_backward.register_fake
+def _(grad_rows, grad_values, grad_gates, x, plain, routers, values, gates, expert_indices, kept):
+    return tuple(tensor.new_empty(tensor.shape) for tensor in (x, plain, routers, values))
+
+
+def _setup_context(ctx, inputs, output):
+    x, plain, routers, values, _ = inputs
+    ctx.save_for_backward(x, plain, routers, values, *output[2:])
+
+
+def _differentiate(ctx, grad_rows, grad_values, grad_gates, _grad_indices, _grad_kept):
+    return *_project_inputs_backward(grad_rows, grad_values, grad_gates, *ctx.saved_tensors), None
+
+
+_project_inputs.register_autograd(_differentiate, setup_context=_setup_context)
+
+
+def _write_score_gradients(
+    grad_gates: Tensor, by_values: Tensor | None, gates: Tensor, expert_indices: Tensor, out: Tensor, first: int, experts: int
+) -> None:
+    """Gradients of the scores, `gate (1 - gate)` times the gates', into columns `first ..` of out; zeros behind."""
+    tokens, routers, k = gates.shape
+    heads = 0 if by_values is None else by_values.shape[1]
+    columns = out.shape[1] - first
+    block = 32
+    _score_gradients_kernel[(triton.cdiv(tokens, block),)](
+        grad_gates.contiguous(), by_values, gates, expert_indices, out, tokens, out.stride(0), first,
+        routers, heads, k, experts, columns, block, triton.next_power_of_2(columns),
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["n_tokens"])
+def _score_gradients_kernel(
+    grad_gates_ptr,  # float32 [N, ROUTERS, K]
+    by_values_ptr,  # float32 [N, HEADS, K]: more gradient for the last HEADS routers
+    gates_ptr,  # float32 [N, ROUTERS, K]
+    indices_ptr,  # int32 [N, ROUTERS, K]
+    out_ptr,
+    n_tokens, stride_out, first,
+    ROUTERS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
+):  # fmt: skip
+    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    column = tl.arange(0, BLOCK_COLUMNS)
+    router, expert = column // E, column % E
+    inside = (token < n_tokens)[:, None] & (router < ROUTERS)[None, :]
+    total = tl.zeros((BLOCK, BLOCK_COLUMNS), tl.float32)
+    for j in tl.static_range(K):
+        slot = ((token * ROUTERS)[:, None] + router[None, :]) * K + j
+        gate = tl.load(gates_ptr + slot, mask=inside, other=0.0)
+        grad = tl.load(grad_gates_ptr + slot, mask=inside, other=0.0)
+        if HEADS > 0:
+            own = router - (ROUTERS - HEADS)
+            by_values = ((token * HEADS)[:, None] + own[None, :]) * K + j
+            grad += tl.load(by_values_ptr + by_values, mask=inside & (own >= 0)[None, :], other=0.0)
+        hit = tl.load(indices_ptr + slot, mask=inside, other=-1) == expert[None, :]
+        total = tl.where(hit, grad * gate * (1 - gate), total)
+    target = out_ptr + (token * stride_out)[:, None] + first + column[None, :]
+    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(token < n_tokens)[:, None] & (column < COLUMNS)[None, :])
