@@ -5,10 +5,19 @@ from __future__ import annotations
 import importlib.util
 import os
 import warnings
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 
+Function = TypeVar("Function", bound=Callable[..., Any])
 _warned: set[int] = set()
+
+
+def _constant_under_compile(function: Function) -> Function:
+    """`torch.compiler.assume_constant_result` without its import of `torch._dynamo`, which takes as long as torch's."""
+    function._dynamo_marked_constant = True  # pyright: ignore[reportFunctionMemberAccess]
+    return function
 
 
 def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
@@ -26,12 +35,12 @@ def require_triton(device: torch.device, dtype: torch.dtype) -> None:
         raise ValueError(f"backend='triton' cannot run here: {obstacle}. Use backend='auto' or a torch backend")
 
 
-@torch.compiler.assume_constant_result
+@_constant_under_compile
 def _interpreted() -> bool:
     return os.environ.get("TRITON_INTERPRET") == "1" and importlib.util.find_spec("triton") is not None
 
 
-@torch.compiler.assume_constant_result
+@_constant_under_compile
 def _machine_obstacle(index: int) -> str | None:
     obstacle = None
     if importlib.util.find_spec("triton") is None:
