@@ -31,8 +31,8 @@ DESCRIPTION = """SwitchHead: mixture-of-experts attention for language models.
 Start with `switchhead demo`. An error is one line; add --debug (or set SWITCHHEAD_DEBUG=1) for its traceback."""
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of text")]
-Shown = TypeVar("Shown")
-OfRecipe = Annotated[Shown, tyro.conf.arg(help_behavior_hint="(default: the recipe's)")]
+Setting = TypeVar("Setting")
+OfRecipe = Annotated[Setting, tyro.conf.arg(help_behavior_hint="(default: the recipe's)")]
 Device = Annotated[str, tyro.conf.arg(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
 RunPath = Annotated[Path, tyro.conf.arg(metavar="RUN", help="a run directory, or checkpoints/step-N inside one")]
 
@@ -104,6 +104,33 @@ class TrainingSettings:
             changes["compile"] = changes["compile"] == "on"
         with _arguments_of_the_user():
             return dataclasses.replace(training, **changes)
+
+
+def demo(
+    *,
+    out: Path = Path("demo-run"),
+    seeds: int = 1,
+    steps: int | None = None,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Train a small SwitchHead and its dense twins on English, and compare them.
+
+    Takes a few minutes without a GPU. Prints a table and a sample of each model's text, saves a plot of the losses.
+
+    Args:
+        out: directory for everything it makes; an earlier demo there is replaced.
+        seeds: runs of each model, to tell differences from chance.
+        steps: steps of each run; otherwise the recipes'.
+    """
+    from switchhead.demo import demo, render
+
+    with _arguments_of_the_user():
+        report = demo(out=out, seeds=seeds, steps=steps, device=device)
+    if as_json:
+        _print_json(dataclasses.asdict(report))
+    else:
+        print(render(report))
 
 
 def train(
@@ -265,6 +292,7 @@ def doctor(*, as_json: Json = False) -> None:
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
+    "demo": demo,
     "train": train,
     "eval": evaluate,
     "generate": generate,
