@@ -25,6 +25,7 @@ ARROWS = {
     "eval": {"data", "hf"},
     "train": {"data", "eval", "hf"},
     "recipes": {"hf", "train"},
+    "bench": {"hf", "nn", "ops", "routing"},
     "demo": {"accounting", "data", "eval", "hf", "recipes", "train"},
     "doctor": {"__init__", "ops", "routing"},
     "__main__": {"cli"},
