@@ -4,6 +4,8 @@ import pytest
 import torch
 from torch import nn
 
+from switchhead.hf.router_logits import RouterLogits
+from switchhead.nn import Router
 from tests.helpers import relative_error
 from tests.hf.models import KINDS, lively_model, random_tokens, small_config
 
@@ -205,6 +207,17 @@ def test_router_logits_are_those_that_chose_the_experts():
     best, indices = logits.sort(-1, descending=True)
     assert torch.equal(indices[..., :2], routings[0].expert_indices)
     assert relative_error(best[..., :2].sigmoid(), routings[0].gates) < 1e-12
+
+
+def test_router_logits_do_not_depend_on_the_width_that_a_layer_pads_tokens_to():
+    router = Router(d_model=5, n_heads=2, n_experts=3, k=1).double()
+    tokens = torch.randn(4, 5, dtype=torch.float64)
+    with (logits := RouterLogits([router])):
+        router(tokens)
+        router(nn.functional.pad(tokens, (0, 3)))
+    plain, padded = logits.of_batch(2)
+    assert plain.shape == (2, 2, 2, 3)
+    assert torch.equal(plain, padded)
 
 
 def test_dense_attention_has_no_router_logits():

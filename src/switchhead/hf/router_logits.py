@@ -43,7 +43,8 @@ class RouterLogits:
         return tuple(_scores(router, tokens).unflatten(0, (batch, -1)) for router, tokens in self._inputs)
 
 
-def _scores(router: Router, tokens: Float[Tensor, "n d_model"]) -> Float[Tensor, "n heads experts"]:
+def _scores(router: Router, tokens: Float[Tensor, "n wide"]) -> Float[Tensor, "n heads experts"]:
+    tokens = tokens[:, : router.weight.shape[-1]]  # layers may pad behind it
     dtype = at_least_float32(torch.promote_types(tokens.dtype, router.weight.dtype))
     with without_autocast(tokens.device):
         return torch.einsum("nd,hed->nhe", tokens.to(dtype), router.weight.to(dtype))
