@@ -191,9 +191,7 @@ Loss curves: {report.plot}
 
 def _recipe(name: str, steps: int | None) -> Recipe:
     recipe = get_recipe(name)
-    if steps is None:
-        return recipe
-    return recipe.with_training(steps=steps, warmup_steps=min(recipe.training.warmup_steps, steps // 10))
+    return recipe if steps is None else recipe.with_training(steps=steps)
 
 
 def _python_topics() -> Sequence[str]:

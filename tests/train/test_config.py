@@ -13,7 +13,7 @@ SIZES = {"steps": 10, "batch_size": 2, "chunk_length": 4}
     ("field", "value"),
     [
         ("steps", 0), ("batch_size", -1), ("chunk_length", 0), ("learning_rate", 0.0), ("learning_rate", math.nan),
-        ("warmup_steps", 10), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1), ("grad_clip", 0.0),
+        ("warmup_steps", -1), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1), ("grad_clip", 0.0),
         ("seed", -1), ("dtype", "float16"), ("eval_every", 0), ("save_every", 0), ("keep_checkpoints", 0),
         ("validation_fraction", 1.0),
     ],
@@ -36,3 +36,8 @@ def test_without_warm_up_the_first_step_has_the_highest_rate():
     config = TrainingConfig(**SIZES, learning_rate=2.0)
     assert learning_rate_at(1, config) == 2.0
     assert learning_rate_at(10, config) < learning_rate_at(9, config) < 2.0
+
+
+def test_a_run_shorter_than_its_warm_up_ends_on_the_way():
+    config = TrainingConfig(**SIZES, learning_rate=2.0, warmup_steps=20)
+    assert learning_rate_at(10, config) == 1.0

@@ -18,7 +18,7 @@ class TrainingConfig:
         batch_size: sequences in a step; Transformer-XL models read this many lanes of text side by side.
         chunk_length: tokens of a sequence (the paper's T).
         learning_rate: the highest, reached after the warm-up; from there a half cosine to zero.
-        warmup_steps: steps of linear growth from zero; fewer than `steps`.
+        warmup_steps: steps of linear growth from zero; a run of fewer steps ends before the highest rate.
         betas: decay rates of Adam's two averages.
         eps: added to Adam's denominator.
         weight_decay: decoupled (AdamW), on matrices only; 0 is the paper's Adam.
@@ -56,7 +56,7 @@ class TrainingConfig:
         for name in ("learning_rate", "eps"):
             value = getattr(self, name)
             self._require(name, math.isfinite(value) and value > 0, "a finite number above 0")
-        self._require("warmup_steps", 0 <= self.warmup_steps < self.steps, f"in [0, steps = {self.steps})")
+        self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
         self._require("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
         self._require("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
         self._require("grad_clip", self.grad_clip is None or self.grad_clip > 0, "above 0, or None")
