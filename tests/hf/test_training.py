@@ -217,7 +217,7 @@ def test_router_logits_do_not_depend_on_the_width_that_a_layer_pads_tokens_to():
         router(nn.functional.pad(tokens, (0, 3)))
     plain, padded = logits.of_batch(2)
     assert plain.shape == (2, 2, 2, 3)
-    assert torch.equal(plain, padded)
+    assert relative_error(padded, plain) < 1e-12
 
 
 def test_dense_attention_has_no_router_logits():
