@@ -98,3 +98,9 @@ def test_a_hopeless_loss_has_infinite_perplexity():
 def test_unreadable_text_is_an_error(make_model, vocabulary):
     with pytest.raises(DataError, match="cannot read text file"):
         evaluate(make_model(), vocabulary, "text:/nowhere/at/all")
+
+
+@pytest.mark.parametrize("setting", ["chunk_length", "batch_size"])
+def test_a_size_below_one_is_named(make_model, vocabulary, text, setting):
+    with pytest.raises(ValueError, match=f"{setting} is 0"):
+        evaluate(make_model(), vocabulary, text, **{setting: 0})

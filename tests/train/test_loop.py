@@ -1,7 +1,9 @@
 import dataclasses
 import json
 import math
+import re
 import shutil
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,6 +13,7 @@ from switchhead.eval import evaluate
 from switchhead.hf import SwitchHeadForCausalLM
 from switchhead.train import load_run, train
 from switchhead.train.metrics import read_metrics
+from switchhead.train.run import describe_run
 
 
 def changed(settings, part, **changes):
@@ -77,6 +80,35 @@ def test_bfloat16_trains_near_float32(settings, tmp_path):
     half = train(**changed({**settings, "out": tmp_path / "half"}, "training", dtype="bfloat16")).validation
     assert half.loss != exact.loss
     assert half.loss == pytest.approx(exact.loss, rel=1e-2)
+
+
+def test_progress_says_where_the_run_is(settings, capsys):
+    train(**{**settings, "progress": True}, recipe="small")
+    shown = capsys.readouterr()
+    assert re.search(
+        r"small  step 6/6  loss \d\.\d+  [\d,]+ tokens/s  validation perplexity [\d.]+ \(step 6\)  0 s left",
+        shown.err,
+    )
+    assert shown.out == ""
+
+
+def test_the_commit_is_recorded_where_there_is_one(settings):
+    config = describe_run(recipe=None, model=settings["model"], training=settings["training"], data={})
+    repository = Path(describe_run.__code__.co_filename).parents[3] / ".git"
+    assert config["commit"] is None or re.fullmatch(r"[0-9a-f]{40}(-dirty)?", config["commit"])
+    assert (config["commit"] is not None) == repository.exists()
+
+
+@pytest.mark.gpu
+def test_a_run_on_a_gpu_resumes(settings, tmp_path):
+    settings = changed({**settings, "device": "cuda"}, "training", dtype="bfloat16")
+    settings = changed(settings, "model", positions="relative", memory_length=6, dropout=0.1)
+    whole = train(**settings)
+    shutil.copytree(settings["out"], tmp_path / "cut")
+    shutil.rmtree(tmp_path / "cut/checkpoints/step-6")
+    resumed = train(**{**settings, "out": tmp_path / "cut"}, resume=True)
+    assert resumed.validation.loss == pytest.approx(whole.validation.loss, rel=1e-3)
+    assert load_run(tmp_path / "cut").model.device.type == "cuda"
 
 
 @pytest.mark.slow

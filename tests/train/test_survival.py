@@ -10,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import torch
+
+from tests.train.zygote import run
 
 pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 
@@ -32,7 +35,12 @@ class Zygote:
 def zygote(tmp_path_factory):
     text = tmp_path_factory.mktemp("text") / "text.txt"
     text.write_text(TEXT)
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    environment = {
+        **os.environ,
+        "OMP_NUM_THREADS": "1",
+        "PYTHONHASHSEED": "17",
+        "PYTHONPATH": os.pathsep.join(sys.path),
+    }
     process = subprocess.Popen(
         [sys.executable, Path(__file__).with_name("zygote.py")],
         stdin=subprocess.PIPE,
@@ -79,6 +87,17 @@ EVERY_MOMENT = [
     *(kill("os:replace", number, when) for number in (4, 5, 6) for when in ("before", "after")),
     kill("shutil:rmtree", 1),
 ]
+
+
+def test_another_process_with_another_hash_seed_gets_the_same_losses(uninterrupted, zygote, tmp_path):
+    kind, expected = uninterrupted
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        run({"kind": kind, "data": zygote.data, "out": tmp_path, "resume": False})
+    finally:
+        torch.set_num_threads(threads)
+    assert losses(tmp_path) == expected
 
 
 @pytest.mark.slow

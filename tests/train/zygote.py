@@ -111,4 +111,5 @@ def main():
         print(json.dumps({"status": os.waitstatus_to_exitcode(status), **json.loads(content or "{}")}), flush=True)
 
 
-main()
+if __name__ == "__main__":
+    main()

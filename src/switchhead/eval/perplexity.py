@@ -60,10 +60,15 @@ def evaluate(
 
     Raises:
         DataError: the source cannot be read.
+        ValueError: `chunk_length` or `batch_size` below 1.
     """
     if batch_size is None:
         batch_size = 1 if model.config.memory_length else 32
-    chunk_length = chunk_length or model.config.max_position_embeddings
+    if chunk_length is None:
+        chunk_length = model.config.max_position_embeddings
+    for name, value in (("chunk_length", chunk_length), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
     tokens = load_tokens(data, vocabulary)
     return score_tokens(model, vocabulary, tokens, chunk_length=chunk_length, batch_size=batch_size)
 
