@@ -36,7 +36,8 @@ test-oldest-transformers: $(OLDEST)/.installed
 	PYTHONPATH=$(OLDEST) $(BIN)/python -m pytest tests/hf
 
 $(OLDEST)/.installed: $(STAMP)
-	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) 'transformers==5.17.0'
+	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target $(OLDEST) transformers==5.17.0 \
+		huggingface-hub==1.33.0 httpx==0.28.1 httpcore==1.0.9 certifi==2026.10.19.post1
 	@touch $@
 
 clean:

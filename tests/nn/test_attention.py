@@ -236,7 +236,7 @@ def test_widths_padded_inside_change_nothing(make, positions, monkeypatch):
     module, x, memory = make(positions=positions).double(), inputs().requires_grad_(), inputs()
     tensors = [x, *module.parameters()]
     plain = module(x, memory=memory)
-    for name in ("attention", "switchhead", "multihead"):  # as on a GPU
+    for name in ("attention", "projections", "switchhead", "multihead"):  # as on a GPU
         monkeypatch.setattr(f"switchhead.nn.{name}.aligned_width", lambda width, device: -(-width // 16) * 16)
     padded = module(x, memory=memory)
     assert padded.shape == plain.shape

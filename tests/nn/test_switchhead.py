@@ -80,7 +80,7 @@ def test_self_attention_routes_in_one_pass(shared, monkeypatch):
     assert (module.source_router is None) == shared
     heads = []
     monkeypatch.setattr(
-        "switchhead.nn.router.route", lambda x, w, *a, **o: heads.append(len(w)) or route(x, w, *a, **o)
+        "switchhead.ops.inputs.route", lambda x, w, *a, **o: heads.append(len(w)) or route(x, w, *a, **o)
     )
     seen = []
     for router in filter(None, (module.destination_router, module.source_router)):

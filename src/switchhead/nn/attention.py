@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import Protocol
 
 import torch
@@ -10,12 +9,8 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 from torch.nn import functional as F
 
-from switchhead.nn.linear import Linear
-from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.positions import Rotary
-from switchhead.ops.dtypes import cast_together
-from switchhead.ops.moe_linear import moe_linear
-from switchhead.routing import Routing
+from switchhead.nn.projections import aligned_width, pad_width
 
 
 class Cache(Protocol):
@@ -55,48 +50,9 @@ def key_value_source(
     return x if memory is None else torch.cat([memory.to(x.dtype), x], dim=1)
 
 
-def aligned_width(width: int, device: torch.device) -> int:
-    """The width that kernels handle well: on a GPU the next multiple of 8. What is added holds zeros."""
-    return -(-width // 8) * 8 if device.type == "cuda" else width
-
-
-def pad_width(t: Float[Tensor, "*batch width"], width: int) -> Float[Tensor, "*batch padded"]:
-    """Zeros behind the last axis, up to width."""
-    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
-
-
-def project_heads(
-    x: Float[Tensor, "batch T wide"], projections: Sequence[Linear], d_head: int
-) -> list[Float[Tensor, "batch heads T d"]]:
-    """Several plain projections of the same tokens as one matmul, heads of aligned width."""
-    width = aligned_width(d_head, x.device)
-    weights = [projection.weight.unflatten(0, (-1, d_head)) for projection in projections]  # [H, d, D]
-    stacked = F.pad(torch.cat(weights), (0, x.shape[-1] - weights[0].shape[-1], 0, width - d_head))
-    y = F.linear(*cast_together(x, stacked.flatten(0, 1))).unflatten(-1, (-1, width))  # [B, T, H of all, d]
-    return list(y.transpose(1, 2).split([len(weight) for weight in weights], dim=1))
-
-
-def project_experts(
-    x: Float[Tensor, "tokens *heads wide"], projection: MoELinear, routing: Routing
-) -> Float[Tensor, "tokens *heads d"]:
-    """An expert projection on tokens of aligned width, to an aligned width."""
-    d_in, d_out = projection.weight.shape[-2:]
-    padding = (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in)
-    weight = F.pad(projection.weight, padding) if any(padding) else projection.weight
-    return moe_linear(x, weight, routing, reduce=projection.reduce, backend=projection.backend)
-
-
 def merge_heads(y: Float[Tensor, "batch heads T d"]) -> Float[Tensor, "tokens heads d"]:
     """`[B, H, T, d]` to `[B*T, H, d]`."""
     return y.transpose(1, 2).flatten(0, 1)
-
-
-def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:
-    """A plain output projection of heads of aligned width, `[N, d_model]`."""
-    d_model, padding = projection.out_features, rows.shape[-1] - d_head
-    weight = projection.weight.unflatten(1, (-1, d_head))  # [D, H, d]
-    weight = F.pad(weight, (0, padding, 0, 0, 0, aligned_width(d_model, rows.device) - d_model)).flatten(1)
-    return F.linear(*cast_together(rows.flatten(1), weight))[:, :d_model]
 
 
 def rotate_queries_and_keys(

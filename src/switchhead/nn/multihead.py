@@ -10,20 +10,17 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
-    aligned_width,
     attend,
     check_input,
     check_sizes,
     key_value_source,
     merge_heads,
-    pad_width,
-    project_heads,
-    project_output,
     rotate_queries_and_keys,
 )
 from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
+from switchhead.nn.projections import aligned_width, pad_width, project_heads, project_output
 from switchhead.ops.relative import relative_bias
 
 

@@ -57,9 +57,12 @@ class Router(nn.Module):
     def forward(self, x: Float[Tensor, "tokens wide"], known: Routing | None = None) -> Routing:
         """Route `[N, d_model]` tokens; zeros may be padded behind their width.
 
-        `known` is their routing if `route_together` has it already; it passes through here for the hooks to see.
+        `known` is their routing where several routers ran at once; it passes through here for the hooks to see.
         """
-        return known or _route(x, [self])[0]
+        if known is not None:
+            return known
+        weight, dropped = stack_routers(x, [self])
+        return route(x, weight, self.k, gating=self.gating, dropped=dropped)
 
     def extra_repr(self) -> str:
         """Shape and options."""
@@ -67,19 +70,19 @@ class Router(nn.Module):
         return f"d_model={d_model}, n_heads={heads}, n_experts={experts}, k={self.k}, gating={self.gating!r}"
 
 
-def route_together(x: Float[Tensor, "tokens wide"], *routers: Router) -> list[Routing]:
-    """Routings of the same tokens by routers of the same shape and options, in one pass over the tokens."""
-    return [router(x, known) for router, known in zip(routers, _route(x, routers), strict=True)]
-
-
-def _route(x: Tensor, routers: Sequence[Router]) -> list[Routing]:
+def stack_routers(x: Float[Tensor, "tokens wide"], routers: Sequence[Router]) -> tuple[Tensor, Tensor | None]:
+    """Weights `[H of all, E, wide]` of routers that run together, and which experts are dropped."""
     first = routers[0]
     weight = torch.cat([router.weight for router in routers]) if len(routers) > 1 else first.weight
     weight = F.pad(weight, (0, x.shape[-1] - weight.shape[-1]))
     dropped = None
     if first.training and first.expert_dropout > 0:
         dropped = torch.rand(x.shape[0], *weight.shape[:2], device=x.device) < first.expert_dropout
-    routing = route(x, weight, first.k, gating=first.gating, dropped=dropped)
-    heads = first.weight.shape[0]
-    sides = zip(routing.gates.split(heads, dim=1), routing.expert_indices.split(heads, dim=1), strict=True)
-    return [Routing(gates, expert_indices, routing.n_experts) for gates, expert_indices in sides]
+    return weight, dropped
+
+
+def unstack_routing(x: Tensor, routers: Sequence[Router], routing: Routing) -> list[Routing]:
+    """Each router's part of a routing by all of them, past its hooks."""
+    heads = routers[0].weight.shape[0]
+    sides = zip(routers, routing.gates.split(heads, dim=1), routing.expert_indices.split(heads, dim=1), strict=True)
+    return [router(x, Routing(gates, chosen, routing.n_experts)) for router, gates, chosen in sides]

@@ -9,23 +9,26 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
-    aligned_width,
     attend,
     check_input,
     check_sizes,
     key_value_source,
     merge_heads,
-    pad_width,
-    project_experts,
-    project_heads,
-    project_output,
     rotate_queries_and_keys,
 )
 from switchhead.nn.init import normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
-from switchhead.nn.router import Router, route_together
+from switchhead.nn.projections import (
+    aligned_width,
+    pad_width,
+    project_all,
+    project_experts,
+    project_heads,
+    project_output,
+)
+from switchhead.nn.router import Router
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.relative import relative_bias
 from switchhead.ops.router import Gating
@@ -160,11 +163,7 @@ class SwitchHeadAttention(nn.Module):
         source = tokens = pad_width(x, wide)
         if context is not None or memory is not None:
             source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
-        to, origin = self._route(tokens, source)
-        if source is tokens:
-            q, k, v = self._project("qkv", tokens, to, origin)  # [B, H, T, d], d padded to an aligned width
-        else:
-            (q,), (k, v) = self._project("q", tokens, to, origin), self._project("kv", source, to, origin)
+        q, k, v, to = self._project(tokens, source)  # [B, H, T, d]
         if isinstance(self.positions, Rotary):
             q, k = rotate_queries_and_keys(
                 q, k, self.positions, d_head=self.d_head,
@@ -185,29 +184,28 @@ class SwitchHeadAttention(nn.Module):
             out = project_output(rows, self.o_proj, self.d_head)
         return out.unflatten(0, x.shape[:2])  # [B, T, D]
 
-    def _route(self, x: Tensor, source: Tensor) -> tuple[Routing | None, Routing | None]:
-        """Routings of the destination and the source side: the same one where selection and tokens are shared."""
-        destination, origin = self.destination_router, self.source_router
-        if source is x and destination is not None and origin is not None:
-            to, fro = route_together(x.flatten(0, 1), destination, origin)
-            return to, fro
-        to = None if destination is None else destination(x.flatten(0, 1))
-        if self.shared_selection:
-            return to, to if source is x or destination is None else destination(source.flatten(0, 1))
-        return to, None if origin is None else origin(source.flatten(0, 1))
+    def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
+        """Queries, keys and values `[B, H, T or S, d]`, and the routing of the destination side."""
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
+        if source is x and isinstance(q, Linear) and isinstance(k, Linear) and isinstance(v, MoELinear):
+            routers = [router for router in (self.destination_router, self.source_router) if router is not None]
+            (queries, keys), values, routings = project_all(x, (q, k), routers, v, self.d_head)
+            return queries, keys, values, routings[0]
+        to = self.destination_router and self.destination_router(x.flatten(0, 1))
+        origin_router = self.destination_router if self.shared_selection else self.source_router
+        if origin_router is self.destination_router and source is x:
+            origin = to
+        else:
+            origin = origin_router and origin_router(source.flatten(0, 1))
+        return self._heads(q, x, to), self._heads(k, source, origin), self._heads(v, source, origin), to
 
-    def _project(self, names: str, x: Tensor, to: Routing | None, origin: Routing | None) -> list[Tensor]:
-        """Queries, keys or values of the same tokens, `[B, H, T, d]` each; the plain ones in one matmul."""
-        projections = {name: getattr(self, f"{name}_proj") for name in names}
-        plain = [projection for name, projection in projections.items() if name not in self.expert_projections]
-        done = dict(zip(plain, project_heads(x, plain, self.d_head), strict=True)) if plain else {}
-        for name, projection in projections.items():
-            if name in self.expert_projections:
-                routing = to if name == "q" else origin
-                assert routing is not None
-                rows = project_experts(x.flatten(0, 1), projection, routing)  # [N, H, d]
-                done[projection] = rows.unflatten(0, x.shape[:2]).transpose(1, 2)
-        return [done[projection] for projection in projections.values()]
+    def _heads(
+        self, projection: Linear | MoELinear, x: Tensor, routing: Routing | None
+    ) -> Float[Tensor, "batch heads T d"]:
+        if isinstance(projection, Linear):
+            return project_heads(x, (projection,), self.d_head)[0]
+        assert routing is not None
+        return project_experts(x.flatten(0, 1), projection, routing).unflatten(0, x.shape[:2]).transpose(1, 2)
 
     def _position_scores(self, q: Tensor, n_keys: int) -> Float[Tensor, "batch heads T S"] | None:
         if self.position_proj is None:

@@ -6,27 +6,17 @@ kernel adds them up; here two matrix products write and add, the routers' scores
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import triton
 import triton.language as tl
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float
 from torch import Tensor
 
 from switchhead.ops.triton.dense import spread_rows, sum_over_tokens
-from switchhead.ops.triton.moe_linear import project_values
+from switchhead.ops.triton.moe_linear import _forward as moe_linear_op
 from switchhead.ops.triton.operands import pad_to, prepare_weight
-from switchhead.ops.triton.router import choose_experts
-
-
-class Inputs(NamedTuple):
-    """What attention needs of its tokens."""
-
-    rows: Float[Tensor, "tokens plain"]
-    values: Float[Tensor, "tokens heads d"]
-    gates: Float[Tensor, "tokens routers k"]
-    expert_indices: Int[Tensor, "tokens routers k"]
+from switchhead.ops.triton.router import _route as route_op
+from switchhead.routing import Routing
 
 
 def project_inputs(
@@ -35,36 +25,31 @@ def project_inputs(
     routers: Float[Tensor, "routers experts d_model"],
     values: Float[Tensor, "heads experts d_model d"],
     k: int,
-) -> Inputs:
-    """Plain projections, routing and expert values of the same tokens, on a CUDA device; differentiable once.
+    *,
+    dropped: Bool[Tensor, "tokens routers experts"] | None = None,
+) -> tuple[Float[Tensor, "tokens plain"], Float[Tensor, "tokens heads d"], Routing]:
+    """`switchhead.ops.project_inputs` for CUDA and sigmoid gates; x in the dtype of the computation.
 
-    Args:
-        x: tokens, in the dtype of the computation, rows aligned to 16 bytes.
-        plain: rows of all plain projections, in any dtype.
-        routers: sigmoid routers; the last `heads` of them are the values'.
-        values: experts of the values.
-        k: experts chosen.
-
-    Returns:
-        `x @ plain^T`, the values (summed over the chosen experts, times their gates), and all routers' decisions.
+    Differentiable once in x and all weights.
     """
-    rows, out, gates, expert_indices, _ = _project_inputs(x, plain.to(x.dtype), routers, values, k)
-    return Inputs(rows, out, gates, expert_indices)
+    rows, out, gates, expert_indices, _ = _project_inputs(x, plain.to(x.dtype), routers, values, k, dropped)
+    return rows, out, Routing(gates, expert_indices, routers.shape[1])
 
 
 @torch.library.custom_op("switchhead::project_inputs", mutates_args=())
 def _project_inputs(
-    x: Tensor, plain: Tensor, routers: Tensor, values: Tensor, k: int
+    x: Tensor, plain: Tensor, routers: Tensor, values: Tensor, k: int, dropped: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    rows = x @ plain.mT
-    gates, expert_indices = choose_experts(x, routers, k)
+    """Rows, values, gates, indices, and the unweighted values that the gates' gradients need."""
     heads = values.shape[0]
-    out, kept = project_values(x, values, gates[:, -heads:], expert_indices[:, -heads:])
-    return rows, out, gates, expert_indices, kept
+    gates, expert_indices, _ = route_op(x, routers, k, False, dropped)
+    own = (gates[:, -heads:].contiguous(), expert_indices[:, -heads:].contiguous())
+    out, kept = moe_linear_op(x, values, *own, "k", x.dtype, True)
+    return x @ plain.mT, out, gates, expert_indices, kept
 
 
 @_project_inputs.register_fake
-def _(x, plain, routers, values, k):
+def _(x, plain, routers, values, k, dropped):
     tokens, heads, d = x.shape[0], values.shape[0], values.shape[3]
     choice = (tokens, routers.shape[0], k)
     return (
@@ -97,8 +82,10 @@ def _project_inputs_backward(
     inner, scores = heads * experts * width, n_routers * experts
     spread = torch.empty(x.shape[0], pad_to(inner + scores, 8), dtype=x.dtype, device=x.device)
     by_values = spread_rows(
-        grad_values, expert_indices[:, -heads:], gates[:, -heads:], spread, n_experts=experts, width=width, projected=kept
-    )
+        grad_values, expert_indices[:, -heads:], gates[:, -heads:], spread,
+        n_experts=experts, width=width, projected=kept,
+    )  # fmt: skip
+    assert by_values is not None
     _write_score_gradients(grad_gates, by_values, gates, expert_indices, spread, inner, experts)
     grad_rows = grad_rows.contiguous()
     matrices = torch.zeros(spread.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
@@ -123,28 +110,40 @@ def _(grad_rows, grad_values, grad_gates, x, plain, routers, values, gates, expe
 
 
 def _setup_context(ctx, inputs, output):
-    x, plain, routers, values, _ = inputs
-    ctx.save_for_backward(x, plain, routers, values, *output[2:])
+    ctx.save_for_backward(*inputs[:4], *output[2:])
+    ctx.set_materialize_grads(False)  # kept has none
 
 
 def _differentiate(ctx, grad_rows, grad_values, grad_gates, _grad_indices, _grad_kept):
-    return *_project_inputs_backward(grad_rows, grad_values, grad_gates, *ctx.saved_tensors), None
+    x, plain, _, values, gates, *_ = ctx.saved_tensors
+    shapes = ((len(x), len(plain)), (len(x), len(values), values.shape[-1]), gates.shape)
+    dtypes = (x.dtype, x.dtype, gates.dtype)
+    grads = [
+        x.new_zeros(shape, dtype=dtype) if grad is None else grad
+        for grad, shape, dtype in zip((grad_rows, grad_values, grad_gates), shapes, dtypes, strict=True)
+    ]
+    return *_project_inputs_backward(*grads, *ctx.saved_tensors), None, None
 
 
 _project_inputs.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def _write_score_gradients(
-    grad_gates: Tensor, by_values: Tensor | None, gates: Tensor, expert_indices: Tensor, out: Tensor, first: int, experts: int
+    grad_gates: Tensor,
+    by_values: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    out: Tensor,
+    first: int,
+    experts: int,
 ) -> None:
     """Gradients of the scores, `gate (1 - gate)` times the gates', into columns `first ..` of out; zeros behind."""
     tokens, routers, k = gates.shape
-    heads = 0 if by_values is None else by_values.shape[1]
     columns = out.shape[1] - first
     block = 32
     _score_gradients_kernel[(triton.cdiv(tokens, block),)](
         grad_gates.contiguous(), by_values, gates, expert_indices, out, tokens, out.stride(0), first,
-        routers, heads, k, experts, columns, block, triton.next_power_of_2(columns),
+        routers, by_values.shape[1], k, experts, columns, block, triton.next_power_of_2(columns),
     )  # fmt: skip
 
 
@@ -168,10 +167,9 @@ def _score_gradients_kernel(
         slot = ((token * ROUTERS)[:, None] + router[None, :]) * K + j
         gate = tl.load(gates_ptr + slot, mask=inside, other=0.0)
         grad = tl.load(grad_gates_ptr + slot, mask=inside, other=0.0)
-        if HEADS > 0:
-            own = router - (ROUTERS - HEADS)
-            by_values = ((token * HEADS)[:, None] + own[None, :]) * K + j
-            grad += tl.load(by_values_ptr + by_values, mask=inside & (own >= 0)[None, :], other=0.0)
+        own = router - (ROUTERS - HEADS)
+        by_values = ((token * HEADS)[:, None] + own[None, :]) * K + j
+        grad += tl.load(by_values_ptr + by_values, mask=inside & (own >= 0)[None, :], other=0.0)
         hit = tl.load(indices_ptr + slot, mask=inside, other=-1) == expert[None, :]
         total = tl.where(hit, grad * gate * (1 - gate), total)
     target = out_ptr + (token * stride_out)[:, None] + first + column[None, :]

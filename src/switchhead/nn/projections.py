@@ -1,0 +1,91 @@
+"""Projections into and out of attention, in widths that kernels handle well.
+
+On a GPU a matmul or attention kernel of an odd width can cost three times that of the next multiple of 8. So tokens,
+weights and heads are padded with zeros on the way in; no result and no parameter changes.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from jaxtyping import Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from switchhead.nn.linear import Linear
+from switchhead.nn.moe_linear import MoELinear
+from switchhead.nn.router import Router, stack_routers, unstack_routing
+from switchhead.ops.dtypes import cast_together
+from switchhead.ops.inputs import project_inputs
+from switchhead.ops.moe_linear import moe_linear
+from switchhead.routing import Routing
+
+
+def aligned_width(width: int, device: torch.device) -> int:
+    """On a GPU the next multiple of 8, else the width itself."""
+    return -(-width // 8) * 8 if device.type == "cuda" else width
+
+
+def pad_width(t: Float[Tensor, "*batch width"], width: int) -> Float[Tensor, "*batch padded"]:
+    """Zeros behind the last axis, up to width."""
+    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
+
+
+def project_heads(
+    x: Float[Tensor, "batch T wide"], projections: Sequence[Linear], d_head: int
+) -> list[Float[Tensor, "batch heads T d"]]:
+    """Several plain projections of the same tokens as one matmul."""
+    return _split_heads(F.linear(*cast_together(x, _stack(x, projections, d_head))), projections, d_head)
+
+
+def project_experts(
+    x: Float[Tensor, "tokens *heads wide"], projection: MoELinear, routing: Routing
+) -> Float[Tensor, "tokens *heads d"]:
+    """An expert projection."""
+    return moe_linear(x, _pad(x, projection), routing, reduce=projection.reduce, backend=projection.backend)
+
+
+def project_all(
+    x: Float[Tensor, "batch T wide"],
+    plain: Sequence[Linear],
+    routers: Sequence[Router],
+    experts: MoELinear,
+    d_head: int,
+) -> tuple[list[Tensor], Float[Tensor, "batch heads T d"], list[Routing]]:
+    """Plain projections, an expert projection by the last router, and the routings: see `ops.project_inputs`."""
+    tokens = x.flatten(0, 1)
+    weights, dropped = stack_routers(tokens, routers)
+    rows, values, routing = project_inputs(
+        tokens, _stack(x, plain, d_head), weights, _pad(x, experts), routers[0].k,
+        gating=routers[0].gating, dropped=dropped, backend=experts.backend,
+    )  # fmt: skip
+    rows, values = (t.unflatten(0, x.shape[:2]) for t in (rows, values))  # [B, T, ...]
+    return _split_heads(rows, plain, d_head), values.transpose(1, 2), unstack_routing(tokens, routers, routing)
+
+
+def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:
+    """A plain output projection, `[N, d_model]`."""
+    d_model, padding = projection.out_features, rows.shape[-1] - d_head
+    weight = projection.weight.unflatten(1, (-1, d_head))  # [D, H, d]
+    weight = F.pad(weight, (0, padding, 0, 0, 0, aligned_width(d_model, rows.device) - d_model)).flatten(1)
+    return F.linear(*cast_together(rows.flatten(1), weight))[:, :d_model]
+
+
+def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:
+    """Weights of all heads, each padded to an aligned width."""
+    weights = torch.cat([projection.weight for projection in projections]).unflatten(0, (-1, d_head))  # [H, d, D]
+    padding = (0, x.shape[-1] - weights.shape[-1], 0, aligned_width(d_head, x.device) - d_head)
+    return F.pad(weights, padding).flatten(0, 1)
+
+
+def _split_heads(rows: Float[Tensor, "batch T heads_d"], projections: Sequence[Linear], d_head: int) -> list[Tensor]:
+    """`[B, H, T, d]` of each projection."""
+    heads = [projection.out_features // d_head for projection in projections]
+    return list(rows.unflatten(-1, (sum(heads), -1)).transpose(1, 2).split(heads, dim=1))
+
+
+def _pad(x: Tensor, projection: MoELinear) -> Float[Tensor, "heads experts wide d"]:
+    """Experts for inputs of x's width, to an aligned width."""
+    d_in, d_out = projection.weight.shape[-2:]
+    return F.pad(projection.weight, (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in))
