@@ -14,7 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups
-from switchhead.ops.triton.tuning import Tile
+from switchhead.ops.triton.tuning import Tile, multiprocessors
 
 
 def accumulate(
@@ -41,57 +41,87 @@ def accumulate(
     n_out = n_rows // segments if passes else n_rows
     out = torch.empty(n_out, width, dtype=rows.dtype, device=rows.device)
     tiles = groups.tiles(tile.m, by_segment=passes)
-    columns = triton.cdiv(width, tile.n)
+    bound, columns = tiles.shape[1] - 1, triton.cdiv(width, tile.n)
+    programs = min(bound * columns, tile.programs_per_sm * multiprocessors(rows.device))
     for i in range(tiles.shape[0]):
-        _accumulate_kernel[(tiles.shape[1] * columns,)](
-            rows, weight, groups.order, tiles[i], out, segments if passes else 1, i > 0,
+        _accumulate_kernel[(programs,)](
+            rows, weight, groups.order, tiles[i], out, bound, segments if passes else 1, i > 0,
             width, weight.shape[1], weight.shape[2], depth, groups.rows.slots, columns, RECORD,
             precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,
         )  # fmt: skip
     return out
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["bound"])
 def _accumulate_kernel(
     rows_ptr,  # [rows, SLOTS * DEPTH]
     weight_ptr,  # [matrices, DEPTH_PADDED, N_PADDED]
     order_ptr,  # int32 [rows]
-    tiles_ptr,  # int32 [tiles, RECORD]
+    tiles_ptr,  # int32 [bound + 1, RECORD]
     out_ptr,  # [rows / SEGMENTS, N]
+    bound,
     SEGMENTS: tl.constexpr, ADD: tl.constexpr,
     N: tl.constexpr, DEPTH_PADDED: tl.constexpr, N_PADDED: tl.constexpr, DEPTH: tl.constexpr, SLOTS: tl.constexpr,
     COLUMNS: tl.constexpr, RECORD: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
-    record = tiles_ptr + tl.program_id(0) // COLUMNS * RECORD
-    column = tl.program_id(0) % COLUMNS
+    K: tl.constexpr = SLOTS * DEPTH
+    HALF: tl.constexpr = BLOCK_N // 2
+    i = tl.arange(0, BLOCK_M)
+    k = tl.arange(0, BLOCK_K)
+    first = tl.program_id(0)
+    n_tiles = tl.load(tiles_ptr + bound * RECORD)
+    start, end, row, matrices = _tile(tiles_ptr + first // COLUMNS * RECORD, order_ptr, i, SLOTS)
+    for number in range(first, n_tiles * COLUMNS, tl.num_programs(0)):
+        # The next tile's record and rows are loaded before this one's sum, which hides their latency.
+        following = tl.minimum(number + tl.num_programs(0), n_tiles * COLUMNS - 1)
+        next_start, next_end, next_row, next_matrices = _tile(
+            tiles_ptr + following // COLUMNS * RECORD, order_ptr, i, SLOTS
+        )
+        column = number % COLUMNS * BLOCK_N
+        n = column + tl.arange(0, BLOCK_N)
+        rows_at = rows_ptr + (row * K)[:, None] + k[None, :]
+        total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
+        for k0 in range(0, K, BLOCK_K):
+            slot = (k0 + k) // DEPTH
+            matrix = matrices[0] + tl.zeros_like(slot)
+            for s in tl.static_range(1, SLOTS):
+                matrix = tl.where(slot == s, matrices[s], matrix)
+            line = matrix.to(tl.int64) * DEPTH_PADDED + (k0 + k - slot * DEPTH)
+            weight_at = weight_ptr + (line * N_PADDED)[:, None] + n[None, :]
+            if K % BLOCK_K == 0:
+                x = tl.load(rows_at + k0)
+                w = tl.load(weight_at)
+            else:
+                x = tl.load(rows_at + k0, mask=(k0 + k < K)[None, :], other=0.0)
+                w = tl.load(weight_at, mask=(k0 + k < K)[:, None], other=0.0)
+            total = tl.dot(x, w, total, input_precision=PRECISION)
+
+        # In two halves, which need half the registers and shared memory.
+        left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))
+        valid = (start + i < end)[:, None]
+        m = (row // SEGMENTS)[:, None]
+        _store(out_ptr, left, m, column + tl.arange(0, HALF)[None, :], valid, N, ADD)
+        _store(out_ptr, right, m, column + HALF + tl.arange(0, HALF)[None, :], valid, N, ADD)
+        start, end, row, matrices = next_start, next_end, next_row, next_matrices
+
+
+@triton.jit
+def _tile(record, order_ptr, i, SLOTS: tl.constexpr):
+    """First row, end, row numbers (the last one repeated) and matrices of a tile; of some row if it is empty."""
     start = tl.load(record)
     end = tl.load(record + 1)
-    if start >= end:
-        return
-    m = start + tl.arange(0, BLOCK_M)
-    row = tl.load(order_ptr + tl.minimum(m, end - 1)).to(tl.int64)
-    n = column * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = (m < end)[:, None] & (n < N)[None, :]
-    out_at = out_ptr + (row // SEGMENTS)[:, None] * N + n[None, :]
-    k = tl.arange(0, BLOCK_K)
-    K: tl.constexpr = SLOTS * DEPTH
-    rows_at = rows_ptr + (row * K)[:, None] + k[None, :]
-    weight_at = weight_ptr + n[None, :]
-    total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for k0 in range(0, K, BLOCK_K):
-        slot = (k0 + k) // DEPTH
-        matrix = tl.load(record + 2)
-        for s in tl.static_range(1, SLOTS):
-            matrix = tl.where(slot == s, tl.load(record + 2 + s), matrix)
-        line = matrix.to(tl.int64) * DEPTH_PADDED + (k0 + k - slot * DEPTH)
-        if K % BLOCK_K == 0:
-            x = tl.load(rows_at + k0)
-            w = tl.load(weight_at + line[:, None] * N_PADDED)
-        else:
-            x = tl.load(rows_at + k0, mask=(k0 + k < K)[None, :], other=0.0)
-            w = tl.load(weight_at + line[:, None] * N_PADDED, mask=(k0 + k < K)[:, None], other=0.0)
-        total = tl.dot(x, w, total, input_precision=PRECISION)
+    matrices = ()
+    for s in tl.static_range(SLOTS):
+        matrices = matrices + (tl.load(record + 2 + s),)
+    row = tl.load(order_ptr + tl.maximum(tl.minimum(start + i, end - 1), 0))
+    return start, end, row.to(tl.int64), matrices
+
+
+@triton.jit
+def _store(out_ptr, value, m, n, valid, N: tl.constexpr, ADD: tl.constexpr):
+    at = out_ptr + m * N + n
+    mask = valid & (n < N)
     if ADD:
-        total += tl.load(out_at, mask=inside, other=0.0).to(tl.float32)
-    tl.store(out_at, total.to(out_ptr.dtype.element_ty), mask=inside)
+        value += tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    tl.store(at, value.to(out_ptr.dtype.element_ty), mask=mask)

@@ -86,6 +86,81 @@ def _spread_rows_kernel(
         tl.store(target + expert * WIDTH, value.to(out_ptr.dtype.element_ty), mask=stored)
 
 
+def combine_experts(
+    y: Tensor,
+    expert_indices: Tensor,
+    gates: Tensor | None,
+    *,
+    n_experts: int,
+    d: int,
+    keep_slots: bool = False,
+    dot_with: Tensor | None = None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """The chosen ones of all experts' rows: their gate-weighted sum, and what else is made of them.
+
+    Args:
+        y: `[N, H, E, width]`, contiguous.
+        expert_indices: `[N, H, K]`.
+        gates: `[N, H, K]`; None: no sum.
+        n_experts: E.
+        d: columns of the results, at most width.
+        keep_slots: also return the chosen rows.
+        dot_with: `[N, H, d]` of any strides (H may be expanded): also return its dot products with the chosen rows.
+
+    Returns:
+        The sum `[N, H, d]` or None, the rows `[N, H, K, d]` or None, the dot products `[N, H, K]` in float32 or None.
+    """
+    tokens, heads, k = expert_indices.shape
+    shape = (tokens, heads, d)
+    out = None if gates is None else torch.empty(shape, dtype=y.dtype, device=y.device)
+    kept = torch.empty(tokens, heads, k, d, dtype=y.dtype, device=y.device) if keep_slots else None
+    dots = None if dot_with is None else torch.empty(tokens, heads, k, dtype=torch.float32, device=y.device)
+    block_d = triton.next_power_of_2(d)
+    block = max(1, min(16, 4096 // block_d))
+    strides = (0, 0, 0) if dot_with is None else dot_with.stride()
+    _combine_experts_kernel[(triton.cdiv(tokens * heads, block),)](
+        y, expert_indices.contiguous(), None if gates is None else gates.contiguous(), dot_with, out, kept, dots,
+        tokens * heads, *strides, heads, k, n_experts, d, y.shape[-1], block, block_d,
+    )  # fmt: skip
+    return out, kept, dots
+
+
+@triton.jit(do_not_specialize=["n_rows"])
+def _combine_experts_kernel(
+    y_ptr,  # [N * H, E, WIDTH]
+    indices_ptr,  # int [N * H, K]
+    gates_ptr,  # float32 [N * H, K] or None
+    dot_with_ptr,  # [N, H, D] or None
+    out_ptr,  # [N * H, D] or None
+    kept_ptr,  # [N * H, K, D] or None
+    dots_ptr,  # float32 [N * H, K] or None
+    n_rows, stride_n, stride_h, stride_d,
+    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
+    valid = row < n_rows
+    d = tl.arange(0, BLOCK_D)
+    inside = valid[:, None] & (d < D)[None, :]
+    total = tl.zeros((BLOCK, BLOCK_D), tl.float32)
+    if dot_with_ptr is not None:
+        at = dot_with_ptr + (row // H * stride_n + row % H * stride_h)[:, None] + d[None, :] * stride_d
+        other = tl.load(at, mask=inside, other=0.0).to(tl.float32)
+    for j in tl.static_range(K):
+        slot = row * K + j
+        expert = tl.load(indices_ptr + slot, mask=valid, other=0).to(tl.int64)
+        y = tl.load(y_ptr + ((row * E + expert) * WIDTH)[:, None] + d[None, :], mask=inside, other=0.0)
+        if kept_ptr is not None:
+            tl.store(kept_ptr + slot[:, None] * D + d[None, :], y, mask=inside)
+        if dot_with_ptr is not None:
+            tl.store(dots_ptr + slot, tl.sum(y.to(tl.float32) * other, 1), mask=valid)
+        if gates_ptr is not None:
+            gate = tl.load(gates_ptr + slot, mask=valid, other=0.0).to(tl.float32)
+            total += y.to(tl.float32) * gate[:, None]
+    if gates_ptr is not None:
+        tl.store(out_ptr + row[:, None] * D + d[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
+
+
 def sum_over_tokens(rows: Tensor, wide: Tensor) -> Tensor:
     """`rows^T wide`, `[N, a]` and `[N, b]` to `[a, b]`: weight gradients, in float32."""
     if rows.is_cuda and rows.dtype != torch.float32:

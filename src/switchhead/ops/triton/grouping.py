@@ -20,7 +20,7 @@ from torch import Tensor
 # Elements of the one-hot matrix [rows, groups] of one program. Counts of all earlier programs are summed by each later
 # one, which is quadratic in the number of rows, and still below 1 % of the matmuls' time at a million tokens.
 _ONE_HOT = 8192
-RECORD = 16  # integers a tile record holds: first row, end, then one expert for each slot
+RECORD = 16  # integers of a tile record: first row, end, the matrix of each slot, the tile's number group by group
 
 
 @dataclass(frozen=True)
@@ -65,21 +65,26 @@ class Groups:
     order: Tensor  # int32 [rows]
     offsets: Tensor  # int32 [segments * groups + 1]
 
-    def tiles(self, block: int, *, by_segment: bool = False) -> Tensor:
-        """Records of the tiles of `block` rows that cover all groups, int32 `[maps, bound, RECORD]`.
+    def tiles(self, block: int, *, by_segment: bool = False, even: int = 0) -> Tensor:
+        """Records of the tiles of at most `block` rows that cover all groups, int32 `[maps, bound + 1, RECORD]`.
 
-        The bound follows from shapes alone; records past the last tile are empty. Tiles are listed first tiles of all
-        groups first: programs that run together then read the same tokens, which stay in the L2 cache.
+        The bound follows from shapes alone; records past the last tile are empty (first row and end are 0), and the
+        very last one holds the number of tiles. Tiles are listed by their relative
+        place in their group: programs that run together then read the same tokens, which stay in the L2 cache.
+
+        Args:
+            by_segment: one map for each segment.
+            even: cut each group into `max(1, round(rows / block))` tiles of equal size instead, a multiple of `even`.
         """
-        n_maps = self.rows.segments if by_segment else 1
-        groups = self.rows.groups * self.rows.segments // n_maps
-        bound = triton.cdiv(self.order.numel() // n_maps, block) + groups
-        tiles = torch.empty(n_maps, bound, RECORD, dtype=torch.int32, device=self.order.device)
         rows = self.rows
+        n_maps = rows.segments if by_segment else 1
+        groups = rows.groups * rows.segments // n_maps
+        bound = triton.cdiv(self.order.numel() // n_maps, block) + groups
+        tiles = torch.empty(n_maps, bound + 1, RECORD, dtype=torch.int32, device=self.order.device)
         padded = triton.next_power_of_2(groups)
         _tiles_kernel[(groups, n_maps)](
             self.offsets, tiles, bound, groups, rows.groups, rows.n_experts, rows.parts, rows.k,
-            comb(rows.n_experts, rows.k), rows.slots, rows.single, rows.pooled, block,
+            comb(rows.n_experts, rows.k), rows.slots, rows.single, rows.pooled, block, even,
             triton.next_power_of_2(rows.n_experts), padded, max(16, min(64, _ONE_HOT // padded)),
         )  # fmt: skip
         return tiles
@@ -89,33 +94,40 @@ def group_rows(expert_indices: Tensor, rows: Rows) -> Groups:
     """Sort the rows of `expert_indices [N, H, K]` by the experts they chose."""
     indices = expert_indices.contiguous()
     device = indices.device
-    groups_padded = triton.next_power_of_2(rows.groups)
-    block = max(16, min(512, _ONE_HOT // groups_padded))
     n_slots = indices.numel()
     n_rows = n_slots if rows.single else n_slots // rows.slots
     per_segment = n_rows // rows.segments
+    padded = triton.next_power_of_2(rows.groups)
+    block = 512 if padded <= 32 else 256 if padded <= 128 else 1024
     blocks = triton.cdiv(per_segment, block)
+    keys = torch.empty(n_rows, dtype=torch.int32, device=device)
     counts = torch.empty(rows.segments, blocks, rows.groups, dtype=torch.int32, device=device)
     order = torch.empty(n_rows, dtype=torch.int32, device=device)
     offsets = torch.empty(rows.segments * rows.groups + 1, dtype=torch.int32, device=device)
-    shape = (rows.segments, rows.inner, rows.parts, rows.k, comb(rows.n_experts, rows.k), rows.single)
-    sizes = (rows.groups, groups_padded, block)
     grid = (blocks, rows.segments)
-    _count_kernel[grid](indices, counts, per_segment, *shape, *sizes)
-    _place_kernel[grid](indices, counts, order, offsets, per_segment, blocks, *shape, *sizes)
+    _count_kernel[grid](
+        indices, keys, counts, per_segment, rows.segments, rows.inner, rows.parts, rows.k,
+        comb(rows.n_experts, rows.k), rows.single, rows.groups, padded, block,
+    )  # fmt: skip
+    _place_kernel[grid](
+        keys, counts, order, offsets, per_segment, blocks, rows.segments, rows.inner, rows.k if rows.single else 1,
+        rows.groups, padded, block, min(block, _ONE_HOT // padded),
+    )  # fmt: skip
     return Groups(rows, order, offsets)
 
 
 @triton.jit
 def _key(indices_ptr, row, mask, PARTS: tl.constexpr, K: tl.constexpr, N_SETS: tl.constexpr, SINGLE: tl.constexpr):
-    """Group of each row: the rank of its set of experts, a mixed-radix number over parts. Also the row's final number."""
+    """Group of each row: the rank of its set of experts, a mixed-radix number over parts.
+
+    For single slots `expert * K + number of smaller experts beside it`.
+    """
     if SINGLE:
         key = tl.load(indices_ptr + row, mask=mask, other=0).to(tl.int32)
-        first = row // K * K
         rank = tl.zeros_like(row)
         for j in tl.static_range(K):
-            rank += (tl.load(indices_ptr + first + j, mask=mask, other=0).to(tl.int32) < key).to(tl.int32)
-        return key, first + rank
+            rank += (tl.load(indices_ptr + row // K * K + j, mask=mask, other=0).to(tl.int32) < key).to(tl.int32)
+        return key * K + rank
     key = tl.zeros_like(row)
     for part in tl.static_range(PARTS):
         at = indices_ptr + (row * PARTS + part) * K
@@ -133,7 +145,7 @@ def _key(indices_ptr, row, mask, PARTS: tl.constexpr, K: tl.constexpr, N_SETS: t
                 term = tl.where(smaller >= r, binomial, term)
             set_rank += term
         key = key * N_SETS + set_rank
-    return key, row
+    return key
 
 
 @triton.jit
@@ -144,39 +156,39 @@ def _row(i, segment, SEGMENTS: tl.constexpr, INNER: tl.constexpr):
 @triton.jit(do_not_specialize=["per_segment"])
 def _count_kernel(
     indices_ptr,  # int [slots]
+    keys_ptr,  # int32 [rows]
     counts_ptr,  # int32 [segments, blocks, groups]
     per_segment,
     SEGMENTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N_SETS: tl.constexpr,
     SINGLE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     block, segment = tl.program_id(0), tl.program_id(1)
-    g = tl.arange(0, GROUPS_PADDED)
     i = block * BLOCK + tl.arange(0, BLOCK)
     mask = i < per_segment
-    key, _ = _key(indices_ptr, _row(i, segment, SEGMENTS, INNER), mask, PARTS, K, N_SETS, SINGLE)
-    count = tl.sum(((key[:, None] == g[None, :]) & mask[:, None]).to(tl.int32), 0)
+    row = _row(i, segment, SEGMENTS, INNER)
+    key = _key(indices_ptr, row, mask, PARTS, K, N_SETS, SINGLE)
+    tl.store(keys_ptr + row, key, mask=mask)
+    count = tl.histogram(key // K if SINGLE else key, GROUPS_PADDED, mask=mask)
+    g = tl.arange(0, GROUPS_PADDED)
     tl.store(counts_ptr + (segment * tl.num_programs(0) + block) * GROUPS + g, count, mask=g < GROUPS)
 
 
 @triton.jit(do_not_specialize=["per_segment", "blocks"])
 def _place_kernel(
-    indices_ptr,  # int [slots]
+    keys_ptr,  # int32 [rows]
     counts_ptr,  # int32 [segments, blocks, groups]
     order_ptr,  # int32 [rows]
     offsets_ptr,  # int32 [segments * groups + 1]
     per_segment, blocks,
-    SEGMENTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N_SETS: tl.constexpr,
-    SINGLE: tl.constexpr, GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr,
+    SEGMENTS: tl.constexpr, INNER: tl.constexpr, RANKS: tl.constexpr,
+    GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     block, segment = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, GROUPS_PADDED)
-    i = block * BLOCK + tl.arange(0, BLOCK)
-    mask = i < per_segment
-    key, row = _key(indices_ptr, _row(i, segment, SEGMENTS, INNER), mask, PARTS, K, N_SETS, SINGLE)
-    b = tl.arange(0, BLOCK)
+    b = tl.arange(0, STEP)
     total = tl.zeros((GROUPS_PADDED,), tl.int32)
     before = tl.zeros((GROUPS_PADDED,), tl.int32)
-    for first in range(0, blocks, BLOCK):
+    for first in range(0, blocks, STEP):
         at = (segment * blocks + first + b)[:, None] * GROUPS + g[None, :]
         count = tl.load(counts_ptr + at, mask=(first + b < blocks)[:, None] & (g < GROUPS)[None, :], other=0)
         total += tl.sum(count, 0)
@@ -185,32 +197,39 @@ def _place_kernel(
     if block == 0:
         tl.store(offsets_ptr + segment * GROUPS + g, offset, mask=g < GROUPS)
         tl.store(offsets_ptr + (segment + 1) * GROUPS, (segment + 1) * per_segment, mask=segment == SEGMENTS - 1)
-    one_hot = ((key[:, None] == g[None, :]) & mask[:, None]).to(tl.int32)
-    rank = tl.cumsum(one_hot, 0) - 1 + (offset + before)[None, :]
-    tl.store(order_ptr + tl.sum(one_hot * rank, 1), row, mask=mask)
+    base = offset + before
+    for start in range(0, BLOCK, STEP):
+        i = block * BLOCK + start + b
+        mask = i < per_segment
+        row = _row(i, segment, SEGMENTS, INNER)
+        key = tl.load(keys_ptr + row, mask=mask, other=0)
+        one_hot = ((key // RANKS)[:, None] == g[None, :]) & mask[:, None]
+        one_hot = one_hot.to(tl.int32)
+        rank = tl.cumsum(one_hot, 0) - 1 + base[None, :]
+        tl.store(order_ptr + tl.sum(one_hot * rank, 1), row // RANKS * RANKS + key % RANKS, mask=mask)
+        base += tl.sum(one_hot, 0)
 
 
 @triton.jit(do_not_specialize=["bound"])
 def _tiles_kernel(
     offsets_ptr,  # int32 [maps * groups + 1]
-    tiles_ptr,  # int32 [maps, bound, 16]
+    tiles_ptr,  # int32 [maps, bound + 1, 16]
     bound,
     GROUPS: tl.constexpr, SEGMENT_GROUPS: tl.constexpr, N_EXPERTS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
     N_SETS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,
-    EXPERTS_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr, STEP: tl.constexpr,
+    EVEN: tl.constexpr, EXPERTS_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
     group, map_ = tl.program_id(0), tl.program_id(1)
     g = tl.arange(0, GROUPS_PADDED)
     first = tl.load(offsets_ptr + map_ * GROUPS + g, mask=g < GROUPS, other=0)
     end = tl.load(offsets_ptr + map_ * GROUPS + g + 1, mask=g < GROUPS, other=0)
-    n_tiles = (end - first + BLOCK - 1) // BLOCK
+    n_tiles = n_tiles_of(end - first, BLOCK, EVEN)
     start = tl.load(offsets_ptr + map_ * GROUPS + group)
     stop = tl.load(offsets_ptr + map_ * GROUPS + group + 1)
-    records = tiles_ptr + map_.to(tl.int64) * bound * 16
+    records = tiles_ptr + map_.to(tl.int64) * (bound + 1) * 16
 
-    number = map_ * GROUPS + group
-    segment = number // SEGMENT_GROUPS
-    rest = number % SEGMENT_GROUPS
+    segment = (map_ * GROUPS + group) // SEGMENT_GROUPS
+    rest = (map_ * GROUPS + group) % SEGMENT_GROUPS
     first_matrix = segment * PARTS * N_EXPERTS
     if POOLED:
         first_matrix = segment * 0
@@ -239,22 +258,41 @@ def _tiles_kernel(
                 chosen = (first_matrix + expert,) + chosen
             matrices = matrices + chosen
 
-    mine = (stop - start + BLOCK - 1) // BLOCK
+    mine = n_tiles_of(stop - start, BLOCK, EVEN)
+    size = tile_size(stop - start, mine, BLOCK, EVEN)
     t = tl.arange(0, STEP)
     for t0 in range(0, mine, STEP):
         tile = t0 + t
-        earlier = tl.minimum(n_tiles[None, :], tile[:, None]) + (
-            (g < group)[None, :] & (n_tiles[None, :] > tile[:, None])
-        ).to(tl.int32)
-        record = records + tl.sum(earlier, 1).to(tl.int64) * 16
-        begin = start + tile * BLOCK
+        # Tiles of group g whose place (2 t' + 1) / n' is before this one's (2 t + 1) / n, ties by group.
+        ahead = (2 * tile + 1).to(tl.int64)[:, None] * n_tiles[None, :] - mine + tl.where(g < group, 1, 0)[None, :]
+        earlier = tl.minimum(tl.maximum((ahead + 2 * mine - 1) // (2 * mine), 0), n_tiles[None, :])
+        record = records + tl.sum(earlier, 1) * 16
+        begin = tl.minimum(start + tile * size, stop)
         tl.store(record, begin, mask=tile < mine)
-        tl.store(record + 1, tl.minimum(begin + BLOCK, stop), mask=tile < mine)
+        tl.store(record + 1, tl.minimum(begin + size, stop), mask=tile < mine)
         for s in tl.static_range(SLOTS):
             tl.store(record + 2 + s, matrices[s], mask=tile < mine)
+        number = tl.sum(tl.where(g < group, n_tiles, 0), 0) + tile
+        tl.store(record + 2 + SLOTS, number, mask=tile < mine)
     if group == 0:  # the rest of the list is empty
         used = tl.sum(n_tiles, 0)
         at = records + (used + g).to(tl.int64) * 16
         tl.store(at, 0, mask=used + g < bound)
         tl.store(at + 1, 0, mask=used + g < bound)
+        tl.store(records + bound * 16, used)
 
+
+@triton.jit
+def n_tiles_of(rows, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Tiles of a group of `rows` rows (see `Groups.tiles`)."""
+    if EVEN:
+        return tl.where(rows > 0, tl.maximum((rows + BLOCK // 2) // BLOCK, 1), 0)
+    return (rows + BLOCK - 1) // BLOCK
+
+
+@triton.jit
+def tile_size(rows, n_tiles, BLOCK: tl.constexpr, EVEN: tl.constexpr):
+    """Rows of each tile but the last of a group; where sizes are even, the last may be empty."""
+    if EVEN:
+        return tl.cdiv(tl.cdiv(rows, tl.maximum(n_tiles, 1)), EVEN) * EVEN
+    return rows * 0 + BLOCK

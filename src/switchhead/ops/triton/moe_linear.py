@@ -12,6 +12,7 @@ from torch import Tensor
 from switchhead.ops.dtypes import compute_dtype
 from switchhead.ops.triton.accumulate import accumulate
 from switchhead.ops.triton.decode import decode
+from switchhead.ops.triton.dense import combine_experts, spread_rows, sum_over_tokens
 from switchhead.ops.triton.grouping import Rows, group_rows
 from switchhead.ops.triton.operands import ALIGN, aligned_rows, pad_to, prepare_weight, scale_rows
 from switchhead.ops.triton.project import project
@@ -23,6 +24,8 @@ DECODE_TOKENS = 16  # up to here a token's few matrix-vector products beat sorti
 _MAX_SETS = 72  # groups of a head; more leave too few rows in each to fill tiles
 _MAX_SLOTS = 4  # sums that one tile of `project` can hold in registers
 _MAX_JOINT_SETS = 128
+_MAX_DENSE_RATIO = 2.0  # E / k up to which all experts in cuBLAS beat the chosen ones in kernels of ours
+_MAX_SPARSE_SLOTS = 2  # of those, `project` still wins where a tile holds no more sums than this
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -73,6 +76,16 @@ class _Problem:
     @property
     def segments(self) -> int:
         return 1 if self.pooled else self.heads
+
+    @property
+    def dense(self) -> bool:
+        """Multiply with all experts of a head, the unchosen ones times zero (see `dense.py`)."""
+        return (not self.pooled or self.heads == 1) and self.n_experts <= _MAX_DENSE_RATIO * self.k
+
+    @property
+    def dense_project(self) -> bool:
+        """The same for `project`, whose kernel has the easier shape."""
+        return self.dense and self.k > _MAX_SPARSE_SLOTS
 
     def project_rows(self) -> Rows:
         """Rows of `project`: a token and head, or a slot."""
@@ -178,8 +191,21 @@ def _backward(
                 grad_x = grad_x.sum(1)
             if dots is not None:
                 grad_gates = dots.sum(0).view(gates.shape).to(gates.dtype)
+        if need_weight and p.dense:
+            spread, _ = _spread(p, x, expert_indices, gates, dtype, width)
+            return grad_x, _dense_weight_grad(wide, spread, weight, width, narrow_in=True), grad_gates
         if need_weight:
             scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=width)
+    elif p.dense and reduce == "k":
+        spread, dots = _spread(p, grad, expert_indices, gates, dtype, width, projected=kept if need_gates else None)
+        if dots is not None:
+            grad_gates = dots.to(gates.dtype)
+        if need_x:
+            grad_x = _dense_accumulate(p, spread, weight, dtype, narrow_in=False, per_head=p.per_head).view(x.shape)
+        if need_weight:
+            grad_weight = _dense_weight_grad(aligned_rows(x, dtype), spread, weight, width, narrow_in=False)
+            return grad_x, grad_weight, grad_gates
+        return grad_x, nothing, grad_gates
     else:
         per_slot = reduce == "none"
         projected = kept if need_gates and not per_slot else None
@@ -200,11 +226,10 @@ def _backward(
     if need_weight:
         grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         per_wide_row = p.k if p.per_head and not narrow_in else p.heads * p.k
-        tile = weight_grad_tile(dtype, wide.shape[1], width)
+        tile = weight_grad_tile(dtype, width)
         weight_grad(
             wide, scaled, group_rows(expert_indices, p.slot_rows()), grad_weight.flatten(0, 1),
             wide_in=not narrow_in, shared=per_wide_row, precision=_precision(), tile=tile,
-            programs=_programs(grad.device),
         )  # fmt: skip
     return grad_x, grad_weight, grad_gates
 
@@ -247,11 +272,6 @@ def _precision() -> str:
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _programs(device: torch.device) -> int:
-    """One `weight_grad` program for each multiprocessor."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 4
-
-
 def _project(
     p: _Problem,
     x: Tensor,
@@ -268,9 +288,12 @@ def _project(
     """`project` for rows that are heads or slots; x has one row for `shared` heads."""
     d_in, d_out = weight.shape[2:]
     width = d_in if narrow_in else d_out
+    x = aligned_rows(x, dtype)
+    if p.dense_project:
+        out, kept, dots = _dense_project(p, x, weight, gates, expert_indices, dtype, narrow_in, keep_slots, dot_with)
+        return out, kept, None if dots is None else dots[None]
     rows = p.project_rows()
     tile = project_tile(dtype, rows.slots, width)
-    x = aligned_rows(x, dtype)
     slots_per_head = p.k // rows.slots
     dot_shared = slots_per_head * (1 if p.per_head else p.heads)
     out, kept, dots = project(
@@ -295,6 +318,9 @@ def _accumulate(
     narrow_in: bool,
 ) -> Tensor:
     """Scale the rows of x by their gates, multiply, and sum over slots and heads."""
+    if p.dense:
+        spread, _ = _spread(p, x, expert_indices, gates, dtype, pad_to(x.shape[-1], ALIGN))
+        return _dense_accumulate(p, spread, weight, dtype, narrow_in=narrow_in, per_head=False)
     scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=pad_to(x.shape[-1], ALIGN))
     return _accumulate_rows(p, scaled, weight, expert_indices, dtype, narrow_in=narrow_in, per_head=False)
 
@@ -321,3 +347,73 @@ def _accumulate_rows(
     )  # fmt: skip
     n_out = p.tokens * p.heads if per_head else p.tokens
     return out if out.shape[0] == n_out else out.view(n_out, -1, width).sum(1)
+
+
+def _spread(
+    p: _Problem,
+    x: Tensor,
+    expert_indices: Tensor,
+    gates: Tensor,
+    dtype: torch.dtype,
+    width: int,
+    projected: Tensor | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Rows of x for every expert `[N, H * E * width]`, and their dot products with `projected`."""
+    out = torch.empty(p.tokens, p.heads * p.n_experts * width, dtype=dtype, device=x.device)
+    x = x if x.ndim == 3 else x[:, None].expand(p.tokens, p.heads, x.shape[-1])
+    dots = spread_rows(x, expert_indices, gates, out, n_experts=p.n_experts, width=width, projected=projected)
+    return out, dots
+
+
+def _dense_accumulate(
+    p: _Problem, spread: Tensor, weight: Tensor, dtype: torch.dtype, *, narrow_in: bool, per_head: bool
+) -> Tensor:
+    """`accumulate` of spread rows; `[N, wide]`, or `[N, H, wide]` if `per_head`."""
+    wide = weight.shape[3] if narrow_in else weight.shape[2]
+    matrices = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(ALIGN, ALIGN))  # [H * E, narrow, wide]
+    if not per_head:
+        return (spread @ matrices.flatten(0, 1))[:, :wide].contiguous()
+    spread = spread.view(p.tokens, p.heads, -1).transpose(0, 1)
+    return (spread @ matrices.view(p.heads, -1, matrices.shape[-1])).transpose(0, 1)[..., :wide].contiguous()
+
+
+def _dense_project(
+    p: _Problem,
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor | None,
+    expert_indices: Tensor,
+    dtype: torch.dtype,
+    narrow_in: bool,
+    keep_slots: bool,
+    dot_with: Tensor | None,
+) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
+    """`project` through all experts; x has one row for all heads, or one for each."""
+    d = weight.shape[2] if narrow_in else weight.shape[3]
+    matrices = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(ALIGN, ALIGN))
+    if x.shape[0] == p.tokens:
+        y = x @ matrices.flatten(0, 1).mT
+    else:
+        y = x.view(p.tokens, p.heads, -1).transpose(0, 1) @ matrices.view(p.heads, -1, matrices.shape[-1]).mT
+        y = y.transpose(0, 1).contiguous()
+    if dot_with is not None:
+        dot_with = dot_with.view(p.tokens, -1, d).expand(p.tokens, p.heads, d)
+    y = y.view(p.tokens, p.heads, p.n_experts, -1)
+    return combine_experts(
+        y, expert_indices, gates, n_experts=p.n_experts, d=d, keep_slots=keep_slots, dot_with=dot_with
+    )
+
+
+def _dense_weight_grad(wide: Tensor, spread: Tensor, weight: Tensor, width: int, *, narrow_in: bool) -> Tensor:
+    """Sums over tokens for all experts at once."""
+    heads, experts, d_in, d_out = weight.shape
+    n_narrow, n_wide = (d_in, d_out) if narrow_in else (d_out, d_in)
+    if wide.shape[0] == spread.shape[0]:
+        grad = sum_over_tokens(spread, wide).view(heads, experts, width, -1)
+    else:  # a row for each head
+        spread = spread.view(spread.shape[0], heads, -1)
+        rows = wide.view(spread.shape[0], heads, -1)
+        grad = torch.stack([sum_over_tokens(spread[:, h], rows[:, h]) for h in range(heads)])
+        grad = grad.view(heads, experts, width, -1)
+    grad = grad[:, :, :n_narrow, :n_wide]
+    return (grad if narrow_in else grad.mT).to(weight.dtype, memory_format=torch.contiguous_format, copy=True)

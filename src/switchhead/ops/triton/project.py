@@ -50,7 +50,7 @@ def project(
     if dot_with is not None:
         dots = torch.empty(columns, n_rows, slots, dtype=torch.float32, device=x.device)
     tiles = groups.tiles(tile.m)
-    _project_kernel[(tiles.shape[1] * columns,)](
+    _project_kernel[((tiles.shape[1] - 1) * columns,)](
         x, weight, expert_indices, gates, groups.order, tiles, dot_with, out, kept, dots,
         n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, weight.shape[1], weight.shape[2], slots, columns, RECORD,
         precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,

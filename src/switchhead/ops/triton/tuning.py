@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from functools import cache
 from typing import NamedTuple
 
 import torch
 
 
+WEIGHT_GRAD_CHUNK = 4096  # slots summed by one program of `weight_grad`
+
+
 class Tile(NamedTuple):
-    """Block of rows, columns and inner dimension; warps; depth of the software pipeline."""
+    """Block of rows, columns and inner dimension; warps; depth of the software pipeline; programs at once."""
 
     m: int
     n: int
     k: int
     warps: int
     stages: int
+    programs_per_sm: int = 1
+
+
+@cache
+def multiprocessors(device: torch.device) -> int:
+    """Of a CUDA device; the interpreter runs programs one after the other."""
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def project_tile(dtype: torch.dtype, slots: int, width: int) -> Tile:
@@ -31,12 +42,11 @@ def project_tile(dtype: torch.dtype, slots: int, width: int) -> Tile:
 
 def accumulate_tile(dtype: torch.dtype) -> Tile:
     """Tile of `accumulate`."""
-    return Tile(64, 64, 32, 4, 2) if dtype == torch.float32 else Tile(128, 256, 64, 8, 3)
+    return Tile(64, 64, 32, 4, 2, 4) if dtype == torch.float32 else Tile(128, 256, 64, 8, 4)
 
 
-def weight_grad_tile(dtype: torch.dtype, wide: int, narrow: int) -> Tile:
-    """Tile of `weight_grad`: wide x narrow x tokens."""
+def weight_grad_tile(dtype: torch.dtype, narrow: int) -> Tile:
+    """Tile of `weight_grad`: wide x narrow x tokens. Two of its five stages hold row numbers."""
     if dtype == torch.float32:
         return Tile(64, 64, 32, 4, 2)
-    n = 64 if narrow <= 64 else 128
-    return Tile(128 if wide <= 512 else 256, n, 64, 8, 3)
+    return Tile(128, 64 if narrow <= 64 else 128, 64, 4, 5)
