@@ -107,7 +107,7 @@ def _run(
         MetricsLog(run.metrics, run.tensorboard, step=trainer.step) as log,
         make_progress(training.steps, trainer.step, title, show=show) as display,
     ):
-        while trainer.step < training.steps and not stop.received:
+        while trainer.step < training.steps:
             measured = trainer.train_step()
             step = trainer.step
             seconds.append(measured.seconds)
