@@ -1,0 +1,224 @@
+"""Backward kernels: one for the gradients of queries and positions, one for those of keys and values.
+
+Both recompute the scores. Nothing is added atomically, so results repeat bit for bit.
+"""
+
+import triton
+import triton.language as tl
+
+from switchhead.ops.triton_attention.forward import visible
+from switchhead.ops.triton_attention.skew import (
+    interleaved,
+    load_rows,
+    pack,
+    skew,
+    store_rows,
+    unpack,
+    unskew,
+)
+
+
+@triton.jit
+def query_gradient_kernel(
+    q_ptr, u_ptr,  # [B, H, T, d]
+    k_ptr, v_ptr,  # [B, Hk, S, d]
+    r_ptr,  # [H, P, d]
+    pad_ptr,  # [B, S] int8, or unused
+    out_ptr, grad_out_ptr,  # [B, H, T, d]
+    lse_ptr,  # [B, H, T] float32
+    delta_ptr,  # [B, H, T] float32, written: sum of out * grad_out over the width, for the other kernel
+    grad_q_ptr, grad_u_ptr,  # [B, H, T, d], written; without biases grad_q has both parts
+    grad_r_ptr,  # [splits, H, P, d] float32, zero at first: every program adds to a part of its own
+    scale,  # times log2(e)
+    grad_scale,  # without
+    stride_qb, stride_qh, stride_qt: tl.constexpr,
+    stride_ub, stride_uh, stride_ut: tl.constexpr,
+    stride_kb, stride_kh, stride_kt: tl.constexpr,
+    stride_vb, stride_vh, stride_vt: tl.constexpr,
+    stride_rh, stride_rp: tl.constexpr,
+    stride_ob, stride_oh, stride_ot: tl.constexpr,
+    stride_gb, stride_gh, stride_gt: tl.constexpr,
+    stride_dqb, stride_dqh, stride_dqt: tl.constexpr,
+    stride_dub, stride_duh, stride_dut: tl.constexpr,
+    batch, n_heads, n_queries, n_keys, n_positions, n_splits,
+    GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of queries and positions; a program takes the tiles of queries of one head in turn."""
+    natural = tl.arange(0, M)
+    order = interleaved(M)
+    h = (tl.program_id(0) % n_heads).to(tl.int64)
+    split = tl.program_id(0) // n_heads
+    r_ptr += h * stride_rh
+    grad_r_ptr += (split * n_heads + h) * n_positions * WIDTH
+    n_tiles = tl.cdiv(n_queries, M)
+
+    for item in range(split, batch * n_tiles, n_splits):
+        b = (item // n_tiles).to(tl.int64)
+        i0 = ((item + item // n_tiles) % n_tiles) * M  # rotated, so that a program does not always get long rows
+        k_row = k_ptr + b * stride_kb + (h // GROUP) * stride_kh
+        v_row = v_ptr + b * stride_vb + (h // GROUP) * stride_vh
+        pad_row = pad_ptr + b * n_keys
+
+        q = load_rows(q_ptr + b * stride_qb + h * stride_qh, i0, natural, n_queries, stride_qt, WIDTH, D)
+        u = q
+        if HAS_BIAS:
+            u = load_rows(u_ptr + b * stride_ub + h * stride_uh, i0, natural, n_queries, stride_ut, WIDTH, D)
+        out = load_rows(out_ptr + b * stride_ob + h * stride_oh, i0, natural, n_queries, stride_ot, WIDTH, D)
+        grad_out = load_rows(grad_out_ptr + b * stride_gb + h * stride_gh, i0, natural, n_queries, stride_gt, WIDTH, D)
+        delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+        i = i0 + natural
+        row = (b * n_heads + h) * n_queries + i
+        tl.store(delta_ptr + row, delta, mask=i < n_queries)
+        lse = tl.load(lse_ptr + row, mask=i < n_queries, other=float("inf"))
+
+        last = n_keys - n_queries + i if CAUSAL else tl.zeros_like(i) + (n_keys - 1)
+        end = tl.minimum(n_keys, n_keys - n_queries + i0 + M) if CAUSAL else n_keys
+        full = 0 if HAS_PAD else ((n_keys - n_queries + i0 + 1) if CAUSAL else n_keys) // M * M
+        first_position = n_queries - M - i0
+
+        r = load_rows(r_ptr, first_position, order, n_positions, stride_rp, WIDTH, D)
+        p01 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
+        carry = tl.zeros_like(p01)
+        grad_q = tl.zeros((M, D), tl.float32)
+        grad_u = tl.zeros((M, D), tl.float32)
+        tl.debug_barrier()  # the part of grad_r that the previous item wrote is read below, by other threads
+        for MASKED in tl.static_range(2):
+            for j0 in range(full if MASKED else 0, end if MASKED else full, M):
+                position = first_position + j0
+                r = load_rows(r_ptr, position + M, order, n_positions, stride_rp, WIDTH, D)
+                k = load_rows(k_row, j0, order, n_keys, stride_kt, WIDTH, D)
+                v = load_rows(v_row, j0, order, n_keys, stride_vt, WIDTH, D)
+                p23 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) + skew(p01, p23, q.dtype, M)
+                p01 = p23
+                weights = tl.exp2(scores * scale - lse[:, None])
+                if MASKED:
+                    weights = tl.where(visible(j0 + order, last, pad_row, n_keys, HAS_PAD), weights, 0.0)
+                grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+                grad_scores = (weights * (grad_weights - delta[:, None])).to(q.dtype)
+                grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
+
+                complete, carry = unskew(grad_scores, carry, M)
+                grad_positions = unpack(complete, q.dtype, M)
+                r = load_rows(r_ptr, position, order, n_positions, stride_rp, WIDTH, D)
+                if HAS_BIAS:
+                    grad_u = tl.dot(grad_positions, r, grad_u, input_precision=PRECISION)
+                else:
+                    grad_q = tl.dot(grad_positions, r, grad_q, input_precision=PRECISION)
+                grad_r = load_rows(grad_r_ptr, position, order, n_positions, WIDTH, WIDTH, D)
+                grad_r += tl.dot(tl.trans(grad_positions), u, input_precision=PRECISION)
+                store_rows(grad_r_ptr, grad_r, position, order, n_positions, WIDTH, WIDTH, D)
+
+        # The window's last M distances.
+        position = first_position + tl.cdiv(end, M) * M
+        grad_positions = unpack(carry, q.dtype, M)
+        r = load_rows(r_ptr, position, order, n_positions, stride_rp, WIDTH, D)
+        if HAS_BIAS:
+            grad_u = tl.dot(grad_positions, r, grad_u, input_precision=PRECISION)
+        else:
+            grad_q = tl.dot(grad_positions, r, grad_q, input_precision=PRECISION)
+        grad_r = load_rows(grad_r_ptr, position, order, n_positions, WIDTH, WIDTH, D)
+        grad_r += tl.dot(tl.trans(grad_positions), u, input_precision=PRECISION)
+        store_rows(grad_r_ptr, grad_r, position, order, n_positions, WIDTH, WIDTH, D)
+
+        if HAS_BIAS:
+            grad_u_row = grad_u_ptr + b * stride_dub + h * stride_duh
+            store_rows(grad_u_row, grad_u * grad_scale, i0, natural, n_queries, stride_dut, WIDTH, D)
+        grad_q_row = grad_q_ptr + b * stride_dqb + h * stride_dqh
+        store_rows(grad_q_row, grad_q * grad_scale, i0, natural, n_queries, stride_dqt, WIDTH, D)
+
+
+@triton.jit
+def key_gradient_kernel(
+    q_ptr, u_ptr,  # [B, H, T, d]
+    k_ptr, v_ptr,  # [B, Hk, S, d]
+    r_ptr,  # [H, P, d]
+    pad_ptr,  # [B, S] int8, or unused
+    grad_out_ptr,  # [B, H, T, d]
+    lse_ptr, delta_ptr,  # [B, H, T] float32
+    grad_k_ptr, grad_v_ptr,  # [B, Hk, S, d], written
+    scale,  # times log2(e)
+    grad_scale,  # without
+    stride_qb, stride_qh, stride_qt: tl.constexpr,
+    stride_ub, stride_uh, stride_ut: tl.constexpr,
+    stride_kb, stride_kh, stride_kt: tl.constexpr,
+    stride_vb, stride_vh, stride_vt: tl.constexpr,
+    stride_rh, stride_rp: tl.constexpr,
+    stride_gb, stride_gh, stride_gt: tl.constexpr,
+    stride_dkb, stride_dkh, stride_dkt: tl.constexpr,
+    stride_dvb, stride_dvh, stride_dvt: tl.constexpr,
+    n_heads, n_queries, n_keys, n_positions,
+    GROUP: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HAS_PAD: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Gradients of keys and values; one program per tile of keys, one pass over the queries."""
+    natural = tl.arange(0, M)
+    order = interleaved(M)
+    j0 = tl.program_id(0) * M
+    n_key_heads = n_heads // GROUP
+    b = (tl.program_id(1) // n_key_heads).to(tl.int64)
+    key_head = (tl.program_id(1) % n_key_heads).to(tl.int64)
+    pad_ptr += b * n_keys
+    k = load_rows(k_ptr + b * stride_kb + key_head * stride_kh, j0, order, n_keys, stride_kt, WIDTH, D)
+    v = load_rows(v_ptr + b * stride_vb + key_head * stride_vh, j0, order, n_keys, stride_vt, WIDTH, D)
+    # The first tile with a query that sees one of these keys, and the first whose queries see them all. Keys beyond
+    # the last need no mask: what they get is not stored.
+    begin = tl.maximum(j0 - (n_keys - n_queries), 0) // M * M if CAUSAL else 0
+    full = begin
+    if HAS_PAD:
+        full = tl.cdiv(n_queries, M) * M
+    elif CAUSAL:
+        full = tl.cdiv(tl.maximum(j0 + M - 1 - (n_keys - n_queries), 0), M) * M
+
+    grad_k = tl.zeros((M, D), tl.float32)
+    grad_v = tl.zeros((M, D), tl.float32)
+    for member in range(GROUP):
+        h = key_head * GROUP + member
+        q_row = q_ptr + b * stride_qb + h * stride_qh
+        u_row = u_ptr + b * stride_ub + h * stride_uh
+        grad_out_row = grad_out_ptr + b * stride_gb + h * stride_gh
+        r_row = r_ptr + h * stride_rh
+        statistics = (b * n_heads + h) * n_queries
+        for MASKED in tl.static_range(2):
+            for i0 in range(begin if MASKED else full, full if MASKED else n_queries, M):
+                q = load_rows(q_row, i0, natural, n_queries, stride_qt, WIDTH, D)
+                grad_out = load_rows(grad_out_row, i0, natural, n_queries, stride_gt, WIDTH, D)
+                u = q
+                if HAS_BIAS:
+                    u = load_rows(u_row, i0, natural, n_queries, stride_ut, WIDTH, D)
+                position = n_queries - M - i0 + j0
+                r = load_rows(r_row, position, order, n_positions, stride_rp, WIDTH, D)
+                p01 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
+                r = load_rows(r_row, position + M, order, n_positions, stride_rp, WIDTH, D)
+                p23 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) + skew(p01, p23, q.dtype, M)
+
+                i = i0 + natural
+                lse = tl.load(lse_ptr + statistics + i, mask=i < n_queries, other=float("inf"))
+                delta = tl.load(delta_ptr + statistics + i, mask=i < n_queries, other=0.0)
+                weights = tl.exp2(scores * scale - lse[:, None])
+                if MASKED:
+                    last = n_keys - n_queries + i if CAUSAL else tl.zeros_like(i) + (n_keys - 1)
+                    weights = tl.where(visible(j0 + order, last, pad_ptr, n_keys, HAS_PAD), weights, 0.0)
+                grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad_out, grad_v, input_precision=PRECISION)
+                grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+                grad_scores = (weights * (grad_weights - delta[:, None])).to(q.dtype)
+                grad_k = tl.dot(tl.trans(grad_scores), q, grad_k, input_precision=PRECISION)
+
+    grad_k_row = grad_k_ptr + b * stride_dkb + key_head * stride_dkh
+    store_rows(grad_k_row, grad_k * grad_scale, j0, order, n_keys, stride_dkt, WIDTH, D)
+    grad_v_row = grad_v_ptr + b * stride_dvb + key_head * stride_dvh
+    store_rows(grad_v_row, grad_v, j0, order, n_keys, stride_dvt, WIDTH, D)

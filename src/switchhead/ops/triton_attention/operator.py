@@ -1,0 +1,200 @@
+"""Relative attention as a differentiable PyTorch operator around the Triton kernels."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from typing import NamedTuple
+
+import torch
+import triton
+from torch import Tensor
+
+from switchhead.ops.triton_attention.backward import key_gradient_kernel, query_gradient_kernel
+from switchhead.ops.triton_attention.forward import forward_kernel
+
+_LOG2_E = 1 / math.log(2)
+
+
+class Launch(NamedTuple):
+    """How the kernels run for one width and dtype: tile size, and launch options of each kernel."""
+
+    tile: int
+    forward: dict[str, int]
+    query_gradient: dict[str, int]
+    key_gradient: dict[str, int]
+
+
+def launch_for(width: int, dtype: torch.dtype) -> Launch:
+    """The launch parameters for heads of this width: the fastest measured (docs/relative-attention.md).
+
+    All are short of registers before anything else; tiles shrink so that seven of them fit into shared memory.
+    """
+    row_bytes = triton.next_power_of_2(width) * dtype.itemsize
+    if row_bytes <= 128:
+        options = {"num_warps": 4, "num_stages": 2}
+        return Launch(64, options | {"maxnreg": 168}, options, options)
+    options = {"num_warps": 4, "num_stages": 1}
+    if row_bytes <= 256:
+        return Launch(64, options, {"num_warps": 8, "num_stages": 2}, options)
+    return Launch(32 if row_bytes <= 512 else 16, options, options, options)
+
+
+@torch.library.custom_op("switchhead::relative_attention", mutates_args=())
+def relative_attention(
+    q: Tensor,
+    u: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    padding: Tensor | None,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor]:
+    """`softmax(scale * (q k + skew(u r))) v`, and the base-2 logarithm of the softmax's denominator.
+
+    Args:
+        q: queries of the content scores, `[B, H, T, d]`, d a multiple of 8.
+        u: queries of the position scores; None: q.
+        k, v: `[B, Hk, S, d]`, S >= T; H a multiple of Hk.
+        r: `[H, P, d]`, row p belongs to distance `p - (S - 1)`.
+        padding: `[B, S]` boolean, True = may not be attended.
+        scale: factor of the scores.
+        causal: query i sees the first `S - T + i + 1` keys.
+
+    Returns:
+        `[B, H, T, d]` like q, and float32 `[B, H, T]` (infinite where a query sees no key).
+    """
+    q, k, v, r = (_rows_contiguous(x) for x in (q, k, v, r))
+    u = q if u is None else _rows_contiguous(u)
+    out = torch.empty_like(q)
+    lse = q.new_empty(q.shape[:3], dtype=torch.float32)
+    batch, heads, queries, width = q.shape
+    launch = launch_for(width, q.dtype)
+    if out.numel() == 0:
+        return out, lse
+    with _on(q.device):
+        forward_kernel[(triton.cdiv(queries, launch.tile), batch * heads)](
+            q, u, k, v, r, _bytes(padding, q), out, lse,
+            scale * _LOG2_E,
+            *_strides(q, u, k, v), *r.stride()[:2], *_strides(out),
+            heads, queries, k.shape[2], r.shape[1],
+            **_meta(q, u, k, padding, causal, launch),
+            **launch.forward,
+        )  # fmt: skip
+    return out, lse
+
+
+@relative_attention.register_fake
+def _(q, u, k, v, r, padding, scale, causal):
+    q = _rows_contiguous(q)
+    return torch.empty_like(q), q.new_empty(q.shape[:3], dtype=torch.float32)
+
+
+@torch.library.custom_op("switchhead::relative_attention_backward", mutates_args=())
+def relative_attention_backward(
+    grad_out: Tensor,
+    q: Tensor,
+    u: Tensor | None,
+    k: Tensor,
+    v: Tensor,
+    r: Tensor,
+    padding: Tensor | None,
+    out: Tensor,
+    lse: Tensor,
+    scale: float,
+    causal: bool,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of q, u (empty where u is None: it is part of q's), k, v and r."""
+    grad_out, q, k, v, r = (_rows_contiguous(x) for x in (grad_out, q, k, v, r))
+    has_bias = u is not None
+    u = q if u is None else _rows_contiguous(u)
+    batch, heads, queries, width = q.shape
+    launch = launch_for(width, q.dtype)
+    grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
+    grad_u = torch.empty_like(u) if has_bias else q.new_empty(0)
+    if q.numel() == 0:
+        return grad_q, grad_u, grad_k.zero_(), grad_v.zero_(), torch.zeros_like(r)
+
+    # One part of r's gradient per program, so that each adds to its own memory in an order of its own.
+    splits = max(1, min(2 * _multiprocessors(q.device) // heads, batch * triton.cdiv(queries, launch.tile)))
+    grad_r = r.new_zeros((splits, *r.shape), dtype=torch.float32)
+    delta = torch.empty_like(lse)
+    meta = _meta(q, u, k, padding, causal, launch)
+    pad = _bytes(padding, q)
+    sizes = (heads, queries, k.shape[2], r.shape[1])
+    inputs = (*_strides(q, u, k, v), *r.stride()[:2])
+    with _on(q.device):
+        query_gradient_kernel[(splits * heads,)](
+            q, u, k, v, r, pad, out, grad_out, lse, delta, grad_q, grad_u, grad_r,
+            scale * _LOG2_E, scale,
+            *inputs, *_strides(out, grad_out, grad_q, grad_u if has_bias else grad_q),
+            batch, *sizes, splits,
+            **meta,
+            **launch.query_gradient,
+        )  # fmt: skip
+        key_gradient_kernel[(triton.cdiv(k.shape[2], launch.tile), batch * k.shape[1])](
+            q, u, k, v, r, pad, grad_out, lse, delta, grad_k, grad_v,
+            scale * _LOG2_E, scale,
+            *inputs, *_strides(grad_out, grad_k, grad_v),
+            *sizes,
+            **meta,
+            **launch.key_gradient,
+        )  # fmt: skip
+    return grad_q, grad_u, grad_k, grad_v, (grad_r.sum(0) * scale).to(r.dtype)
+
+
+@relative_attention_backward.register_fake
+def _(grad_out, q, u, k, v, r, padding, out, lse, scale, causal):
+    grad_u = q.new_empty(0) if u is None else torch.empty_like(_rows_contiguous(u))
+    grads = (torch.empty_like(_rows_contiguous(x)) for x in (q, k, v))
+    grad_q, grad_k, grad_v = grads
+    return grad_q, grad_u, grad_k, grad_v, r.new_empty(r.shape)
+
+
+def _setup_context(ctx, inputs, output) -> None:
+    q, u, k, v, r, padding, ctx.scale, ctx.causal = inputs
+    ctx.save_for_backward(q, u, k, v, r, padding, *output)
+    ctx.mark_non_differentiable(output[1])
+
+
+def _backward(ctx, grad_out, _grad_lse):
+    grad_q, grad_u, *grads = relative_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.causal)
+    has_bias = ctx.saved_tensors[1] is not None
+    return grad_q, grad_u if has_bias else None, *grads, None, None, None
+
+
+relative_attention.register_autograd(_backward, setup_context=_setup_context)
+
+
+def _rows_contiguous(x: Tensor) -> Tensor:
+    return x if x.stride(-1) == 1 else x.contiguous()
+
+
+def _strides(*tensors: Tensor) -> tuple[int, ...]:
+    return tuple(stride for x in tensors for stride in x.stride()[:3])
+
+
+def _bytes(padding: Tensor | None, unused: Tensor) -> Tensor:
+    return unused if padding is None else padding.contiguous().view(torch.int8)
+
+
+def _meta(q: Tensor, u: Tensor, k: Tensor, padding: Tensor | None, causal: bool, launch: Launch) -> dict[str, object]:
+    return {
+        "GROUP": q.shape[1] // k.shape[1],
+        "CAUSAL": causal,
+        "HAS_PAD": padding is not None,
+        "HAS_BIAS": u is not q,
+        "PRECISION": "tf32x3" if torch.backends.cuda.matmul.allow_tf32 else "ieee",
+        "M": launch.tile,
+        "WIDTH": q.shape[3],
+        "D": max(16, triton.next_power_of_2(q.shape[3])),
+    }
+
+
+def _multiprocessors(device: torch.device) -> int:
+    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
+
+
+def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
+    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

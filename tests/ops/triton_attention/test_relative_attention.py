@@ -1,0 +1,197 @@
+"""The fused kernels against float64: on a GPU, or in Triton's interpreter on tiny shapes."""
+
+import pytest
+import torch
+
+from switchhead.ops.relative_attention import relative_attention
+from switchhead.ops.triton_attention import operator
+from tests.helpers import gradients, relative_error
+
+NAMES = ("out", "q", "k", "v", "r", "content_bias", "position_bias", "scale")
+
+
+@pytest.fixture(autouse=True)
+def small_tiles(monkeypatch):
+    """Several tiles each way on tiny shapes."""
+    if not torch.cuda.is_available():
+        monkeypatch.setattr(operator, "launch_for", lambda width, dtype: operator.Launch(16, {}, {}, {}))
+
+
+def inputs(
+    *, batch=2, heads=1, key_heads=1, queries=20, keys=41, width=16, causal=True, biases=False, padding=False, device
+):
+    """The tensors of `NAMES`, in float64, and the padding mask."""
+    positions = keys if causal else keys + queries - 1
+    shapes = [(batch, heads, queries, width), *[(batch, key_heads, keys, width)] * 2, (heads, positions, width)]
+    tensors = [torch.randn(shape, dtype=torch.float64, device=device) for shape in shapes]
+    if biases:
+        tensors += [torch.randn(heads, width, dtype=torch.float64, device=device) for _ in range(2)]
+        tensors += [torch.tensor([0.3], dtype=torch.float64, device=device)]
+    mask = None
+    if padding:
+        mask = torch.zeros(batch, keys, dtype=torch.bool, device=device)
+        mask[0, : keys // 2] = True
+        mask[-1] = True  # nothing to attend to
+    return tensors, mask
+
+
+def reference_output(tensors, mask, causal):
+    q, k, v, r, *rest = tensors
+    content_bias, position_bias, scale = rest or (None, None, 0.3)
+    return relative_attention(
+        q, k, v, r, content_bias=content_bias, position_bias=position_bias, scale=scale, causal=causal,
+        key_padding_mask=mask, backend="reference",
+    )  # fmt: skip
+
+
+def run(tensors, mask, dtype, *, backend, causal=True, function=relative_attention):
+    """Output and gradients of all tensors."""
+    q, k, v, r, *rest = leaves = [x.to(dtype).detach().requires_grad_() for x in tensors]
+    content_bias, position_bias, scale = rest or (None, None, 0.3)
+    out = function(
+        q, k, v, r, content_bias=content_bias, position_bias=position_bias, scale=scale, causal=causal,
+        key_padding_mask=mask, backend=backend,
+    )  # fmt: skip
+    # In the direction of the output itself, the scale's gradient is a sum that does not cancel.
+    cotangent = reference_output(tensors, mask, causal) + 0.1 * torch.linspace(-1, 1, out.numel()).view_as(out).to(out)
+    return dict(zip(NAMES, (out.detach(), *gradients(out, *leaves, cotangent=cotangent)), strict=False))
+
+
+def assert_accurate(tensors, mask, dtype, **options):
+    """Error at most twice that of plain PyTorch in the same dtype, both against float64."""
+    exact = run(tensors, mask, torch.float64, backend="reference", **options)
+    plain = run(tensors, mask, dtype, backend="reference", **options)
+    fused = run(tensors, mask, dtype, backend="triton", **options)
+    for name, expected in exact.items():
+        error, allowed = relative_error(fused[name], expected), relative_error(plain[name], expected)
+        assert error <= 2 * allowed + 1e-5, name
+
+
+CASES = {
+    "one tile": dict(queries=16, keys=16),
+    "memory, odd lengths": dict(),
+    "one query": dict(queries=1),
+    "one key": dict(queries=1, keys=1),
+    "several tiles": dict(batch=1, queries=33, keys=70),
+    "grouped keys": dict(batch=1, heads=4, key_heads=2),
+    "biases and learned scale": dict(biases=True),
+    "padding": dict(padding=True, biases=True),
+    "both directions": dict(causal=False),
+    "both directions, padding": dict(causal=False, padding=True),
+    "odd width": dict(width=41),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_float32_is_as_accurate_as_plain_pytorch(case, device):
+    tensors, mask = inputs(**CASES[case], device=device)
+    assert_accurate(tensors, mask, torch.float32, causal=CASES[case].get("causal", True))
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("case", ["biases and learned scale", "both directions, padding"])
+def test_half_precision_is_as_accurate_as_plain_pytorch(case, dtype, device):
+    if dtype == torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter truncates to bfloat16 where a GPU rounds")
+    tensors, mask = inputs(**CASES[case], device=device)
+    assert_accurate(tensors, mask, dtype, causal=CASES[case].get("causal", True))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16])
+@pytest.mark.parametrize("width", [41, 64, 76, 100, 112, 128, 132])
+def test_widths_of_the_paper_are_as_accurate_as_plain_pytorch(width, dtype, device):
+    tensors, mask = inputs(width=width, queries=200, keys=450, biases=True, device=device)
+    assert_accurate(tensors, mask, dtype)
+
+
+def test_rows_with_nothing_to_attend_to_give_zeros_and_finite_gradients(device):
+    tensors, mask = inputs(padding=True, biases=True, device=device)
+    results = run(tensors, mask, torch.float32, backend="triton")
+    assert torch.count_nonzero(results["out"][-1]) == 0
+    for name, x in results.items():
+        assert x.isfinite().all(), name
+
+
+def test_any_layout_of_the_inputs_gives_the_same_result(device):
+    tensors, _ = inputs(device=device)
+    q, k, v, r = (x.float() for x in tensors)
+    expected = relative_attention(q, k, v, r, scale=0.3, backend="triton")
+    layouts = (
+        [x.transpose(1, 2).contiguous().transpose(1, 2) for x in (q, k, v)],
+        [torch.stack([x, x], dim=-1)[..., 0] for x in (q, k, v)],
+        [torch.cat([x, x], dim=2)[:, :, x.shape[2] :] for x in (q, k, v)],
+    )
+    for layout in layouts:
+        assert torch.equal(relative_attention(*layout, r, scale=0.3, backend="triton"), expected)
+
+
+def test_heads_may_share_positions(device):
+    (q, k, v, r), _ = inputs(heads=2, key_heads=2, device=device)
+    q, k, v, shared = (x.float() for x in (q, k, v, r[:1].expand_as(r)))
+    torch.testing.assert_close(
+        relative_attention(q, k, v, shared, scale=0.3, backend="triton"),
+        relative_attention(q, k, v, shared, scale=0.3, backend="reference"),
+    )
+
+
+def test_gradients_repeat_bit_for_bit(device):
+    tensors, mask = inputs(batch=3, device=device)
+    first, *others = (run(tensors, mask, torch.float32, backend="triton") for _ in range(20 if device == "cuda" else 2))
+    for other in others:
+        for name, x in first.items():
+            assert torch.equal(x, other[name]), name
+
+
+def test_no_uninitialised_memory_is_read(device, poisoned_allocations):
+    tensors, mask = inputs(padding=True, device=device)
+    for name, x in run(tensors, mask, torch.float32, backend="triton").items():
+        assert x.isfinite().all(), name
+
+
+def test_operator_is_registered_completely(device):
+    (q, k, v, r), _ = inputs(queries=5, keys=9, device=device)
+    q, k, v, r = (x.float().requires_grad_() for x in (q, k, v, r))
+    u = torch.randn_like(q, requires_grad=True)
+    torch.library.opcheck(operator.relative_attention, (q, None, k, v, r, None, 0.3, True))
+    torch.library.opcheck(operator.relative_attention, (q, u, k, v, r, None, 0.3, True))
+
+
+@pytest.mark.slow
+def test_compiles_whole_and_once_for_many_lengths(device):
+    compiled = torch.compile(relative_attention, fullgraph=True, dynamic=True)
+    torch._dynamo.utils.counters.clear()
+    for queries in (3, 5, 9):
+        tensors, mask = inputs(queries=queries, keys=queries + 8, biases=True, device=device)
+        expected = run(tensors, mask, torch.float32, backend="triton")
+        found = run(tensors, mask, torch.float32, backend="triton", function=compiled)
+        for name, x in expected.items():
+            torch.testing.assert_close(found[name], x, msg=name, atol=1e-4, rtol=1e-4)
+    assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (dict(queries=42), "S >= T"),
+        (dict(heads=3, key_heads=2), "multiple of Hk"),
+    ],
+)
+def test_shapes_that_do_not_fit_are_refused(change, message, device):
+    (q, k, v, r), _ = inputs(**{"queries": 20, **change}, device=device)
+    with pytest.raises(ValueError, match=message):
+        relative_attention(q, k, v, r, scale=0.3)
+
+
+def test_arguments_that_do_not_fit_are_refused(device):
+    (q, k, v, r), _ = inputs(device=device)
+    with pytest.raises(ValueError, match="P >= 60"):
+        relative_attention(q, k, v, r, scale=0.3, causal=False)
+    with pytest.raises(ValueError, match="must be boolean"):
+        relative_attention(q, k, v, r, scale=0.3, key_padding_mask=torch.zeros(2, 41, device=device))
+    with pytest.raises(ValueError, match="unknown"):
+        relative_attention(q, k, v, r, scale=0.3, backend="flash")
+    with pytest.raises(ValueError, match="float64"):
+        relative_attention(q, k, v, r, scale=0.3, backend="triton")
+    with pytest.raises(ValueError, match="positive"):
+        relative_attention(q, k, v, r, scale=-0.3)
