@@ -10,6 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from switchhead.ops.dtypes import at_least_float32
+from switchhead.ops.rotary import rotary_table
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,10 +41,7 @@ class Rotary:
 
     def table(self, positions: Int[Tensor, "*batch T"], d_head: int, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Cosines and sines `[..., T, half]` of the positions' angles, in dtype but float32 at least."""
-        half, dtype = self.rotated_width(d_head) // 2, at_least_float32(dtype)
-        exponents = torch.arange(half, device=positions.device, dtype=dtype) / max(half, 1)
-        angles = positions[..., None].to(dtype) * self.base**-exponents
-        return angles.cos(), angles.sin()
+        return rotary_table(positions, self.rotated_width(d_head) // 2, self.base, at_least_float32(dtype))
 
     def rotate(
         self, x: Float[Tensor, "batch heads T d_head"], table: tuple[Tensor, Tensor]

@@ -66,14 +66,13 @@ def moe_linear(
     name = choose_backend(x, weight, routing).backend if backend == "auto" else backend
     if name == "triton":
         require_triton(x.device, dtype)
-        from switchhead.ops.triton.moe_linear import moe_linear as run  # casts weights as it lays them out
-    elif name in _TORCH_BACKENDS:
-        run = _TORCH_BACKENDS[name]
-        x, weight = x.to(dtype), weight.to(dtype)
-    else:
+        from switchhead.ops.triton.moe_linear import moe_linear as run
+
+        return run(x, weight, routing, reduce=reduce)  # casts weights as it lays them out
+    if name not in _TORCH_BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of auto, triton, {', '.join(_TORCH_BACKENDS)}")
     with without_autocast(x.device):  # the operands have their dtype; sums stay wide
-        return run(x, weight, routing, reduce=reduce)
+        return _TORCH_BACKENDS[name](x.to(dtype), weight.to(dtype), routing, reduce=reduce)
 
 
 def choose_backend(x: Tensor, weight: Tensor, routing: Routing) -> Choice:

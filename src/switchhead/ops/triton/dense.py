@@ -75,13 +75,17 @@ def _spread_rows_kernel(
             tl.store(dots_ptr + slot, tl.sum(x * y.to(tl.float32), 1), mask=valid)
     target = out_ptr + (token * stride_out + head * (E * WIDTH))[:, None] + d[None, :]
     stored = valid[:, None] & (d < WIDTH)[None, :]
+    experts = ()
+    gates = ()
+    for j in tl.static_range(K):  # loaded once, ahead of the stores
+        experts = experts + (tl.load(indices_ptr + row * K + j, mask=valid, other=-1),)
+        gates = gates + (tl.load(gates_ptr + row * K + j, mask=valid, other=0.0).to(tl.float32),)
     for expert in tl.static_range(E):
         gate = tl.zeros((BLOCK,), tl.float32)
         chosen = tl.zeros((BLOCK,), tl.int1)
         for j in tl.static_range(K):
-            hit = tl.load(indices_ptr + row * K + j, mask=valid, other=-1) == expert
-            gate = tl.where(hit, tl.load(gates_ptr + row * K + j, mask=valid, other=0.0).to(tl.float32), gate)
-            chosen = chosen | hit
+            gate = tl.where(experts[j] == expert, gates[j], gate)
+            chosen = chosen | (experts[j] == expert)
         value = tl.where(chosen[:, None], x * gate[:, None], 0.0)  # not a product with zero: x may be infinite
         tl.store(target + expert * WIDTH, value.to(out_ptr.dtype.element_ty), mask=stored)
 

@@ -93,13 +93,14 @@ def _project_inputs_backward(
     matrices[inner : inner + scores] = routers.flatten(0, 1)
     grad_x = torch.mm(grad_rows, plain).addmm_(spread, matrices)
     grad_plain = sum_over_tokens(grad_rows, x)
-    grad_matrices = sum_over_tokens(spread, x)
-    grad_values = grad_matrices[:inner].view(heads, experts, width, d_model)[:, :, :d].mT
-    grad_routers = grad_matrices[inner : inner + scores].view(routers.shape)
+    # Columns of experts side by side: turning them into matrices moves whole rows of d.
+    grad_matrices = sum_over_tokens(x, spread)  # [D, H*E*d and scores]
+    grad_values = grad_matrices[:, :inner].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
+    grad_routers = grad_matrices[:, inner : inner + scores].mT.reshape(routers.shape)
     return (
         grad_x,
         grad_plain.to(plain.dtype),
-        grad_routers.to(routers.dtype, copy=True),
+        grad_routers.to(routers.dtype),
         grad_values.to(values.dtype, memory_format=torch.contiguous_format, copy=True),
     )
 

@@ -16,7 +16,7 @@ from switchhead.ops.triton.dense import combine_experts, spread_rows, sum_over_t
 from switchhead.ops.triton.grouping import Rows, group_rows
 from switchhead.ops.triton.operands import ALIGN, aligned_rows, pad_to, prepare_weight, scale_rows
 from switchhead.ops.triton.project import project
-from switchhead.ops.triton.tuning import accumulate_tile, project_tile, weight_grad_tile
+from switchhead.ops.triton.tuning import accumulate_tile, project_tile, slot_width, weight_grad_tile
 from switchhead.ops.triton.weight_grad import weight_grad
 from switchhead.routing import Routing
 
@@ -84,7 +84,7 @@ class _Problem:
 
     @property
     def dense_project(self) -> bool:
-        """The same for `project`, whose kernel has the easier shape."""
+        """The same for `project`, whose kernel has the easier shape, and weight gradients that share no spread rows."""
         return self.dense and self.k > _MAX_SPARSE_SLOTS
 
     def project_rows(self) -> Rows:
@@ -168,13 +168,12 @@ def _backward(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and gates; an empty tensor where none is needed."""
     p = _Problem.of(x, weight, expert_indices)
-    nothing = x.new_empty(0)
     if p.tokens == 0:
         return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(gates)
-    grad_x = grad_gates = nothing
+    grad_x, grad_gates, grad_weight = (x.new_empty(0) for _ in range(3))  # outputs may not share storage
     d_in, d_out = weight.shape[2:]
     narrow_in = reduce == "heads"
-    width = pad_to(d_in if narrow_in else d_out, ALIGN)
+    width = _slot_width(p, d_in if narrow_in else d_out)
 
     if narrow_in:
         wide = aligned_rows(grad, dtype)
@@ -191,7 +190,7 @@ def _backward(
                 grad_x = grad_x.sum(1)
             if dots is not None:
                 grad_gates = dots.sum(0).view(gates.shape).to(gates.dtype)
-        if need_weight and p.dense:
+        if need_weight and p.dense_project:
             spread, _ = _spread(p, x, expert_indices, gates, dtype, width)
             return grad_x, _dense_weight_grad(wide, spread, weight, width, narrow_in=True), grad_gates
         if need_weight:
@@ -204,8 +203,7 @@ def _backward(
             grad_x = _dense_accumulate(p, spread, weight, dtype, narrow_in=False, per_head=p.per_head).view(x.shape)
         if need_weight:
             grad_weight = _dense_weight_grad(aligned_rows(x, dtype), spread, weight, width, narrow_in=False)
-            return grad_x, grad_weight, grad_gates
-        return grad_x, nothing, grad_gates
+        return grad_x, grad_weight, grad_gates
     else:
         per_slot = reduce == "none"
         projected = kept if need_gates and not per_slot else None
@@ -220,9 +218,8 @@ def _backward(
         if need_x:
             grad_x = _accumulate_rows(p, scaled, weight, expert_indices, dtype, narrow_in=False, per_head=p.per_head)
             grad_x = grad_x.view(x.shape)
-        wide = aligned_rows(x, dtype) if need_weight else nothing
+        wide = aligned_rows(x, dtype)
 
-    grad_weight = nothing
     if need_weight:
         grad_weight = torch.empty(weight.shape, dtype=weight.dtype, device=weight.device)
         per_wide_row = p.k if p.per_head and not narrow_in else p.heads * p.k
@@ -270,6 +267,14 @@ def _out_shape(p: _Problem, reduce: str, d_out: int) -> tuple[int, ...]:
 def _precision() -> str:
     """Of float32 matmuls; 16-bit operands have only one."""
     return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+
+
+def _slot_width(p: _Problem, width: int) -> int:
+    """Columns of a scaled row."""
+    if p.dense:
+        return pad_to(width, ALIGN)
+    rows, _ = p.accumulate_rows(per_head=False)
+    return slot_width(width, rows.slots)
 
 
 def _project(
@@ -321,7 +326,7 @@ def _accumulate(
     if p.dense:
         spread, _ = _spread(p, x, expert_indices, gates, dtype, pad_to(x.shape[-1], ALIGN))
         return _dense_accumulate(p, spread, weight, dtype, narrow_in=narrow_in, per_head=False)
-    scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=pad_to(x.shape[-1], ALIGN))
+    scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=_slot_width(p, x.shape[-1]))
     return _accumulate_rows(p, scaled, weight, expert_indices, dtype, narrow_in=narrow_in, per_head=False)
 
 
@@ -339,8 +344,8 @@ def _accumulate_rows(
     width = weight.shape[3] if narrow_in else weight.shape[2]
     depth = scaled.shape[1]
     rows, passes = p.accumulate_rows(per_head=per_head)
-    tile = accumulate_tile(dtype)
-    prepared = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(ALIGN, tile.n))
+    tile = accumulate_tile(dtype, rows.slots * depth)
+    prepared = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(depth, tile.n))
     out = accumulate(
         scaled, prepared, group_rows(expert_indices, rows),
         width=width, depth=depth, passes=passes, precision=_precision(), tile=tile,
@@ -405,15 +410,16 @@ def _dense_project(
 
 
 def _dense_weight_grad(wide: Tensor, spread: Tensor, weight: Tensor, width: int, *, narrow_in: bool) -> Tensor:
-    """Sums over tokens for all experts at once."""
-    heads, experts, d_in, d_out = weight.shape
-    n_narrow, n_wide = (d_in, d_out) if narrow_in else (d_out, d_in)
-    if wide.shape[0] == spread.shape[0]:
-        grad = sum_over_tokens(spread, wide).view(heads, experts, width, -1)
-    else:  # a row for each head
-        spread = spread.view(spread.shape[0], heads, -1)
-        rows = wide.view(spread.shape[0], heads, -1)
-        grad = torch.stack([sum_over_tokens(spread[:, h], rows[:, h]) for h in range(heads)])
-        grad = grad.view(heads, experts, width, -1)
-    grad = grad[:, :, :n_narrow, :n_wide]
-    return (grad if narrow_in else grad.mT).to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
+    """Sums over tokens for all experts at once; `wide` has a row for each token, or for each token and head."""
+    _, experts, d_in, d_out = weight.shape
+    groups = wide.shape[0] // spread.shape[0]  # of heads that share rows of `wide`
+    columns = spread.shape[1] // groups
+    grads = []
+    for g in range(groups):
+        rows, others = spread[:, g * columns : (g + 1) * columns], wide[g::groups]
+        if narrow_in:
+            grads.append(sum_over_tokens(rows, others).view(-1, experts, width, others.shape[1])[:, :, :d_in, :d_out])
+        else:  # experts' columns side by side: turning them into matrices moves whole rows
+            side_by_side = sum_over_tokens(others, rows)[:d_in].view(d_in, -1, experts, width)
+            grads.append(side_by_side.permute(1, 2, 0, 3)[..., :d_out])
+    return torch.cat(grads).to(weight.dtype, memory_format=torch.contiguous_format)
