@@ -7,9 +7,8 @@ import torch
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
-import pytest
-
 import numpy as np
+import pytest
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 _patch_lang_tensor = interpreter._patch_lang_tensor

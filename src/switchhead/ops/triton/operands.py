@@ -1,4 +1,4 @@
-"""Operands in the layout that the matmul kernels read: 16-byte aligned rows, padded with zeros, in the compute dtype."""
+"""Operands in the layout that the matmul kernels read: aligned rows, padded with zeros, in the compute dtype."""
 
 from __future__ import annotations
 
@@ -90,18 +90,16 @@ def scale_rows(
         The rows `[N * H * K, width]`, and the dot products `[N, H, K]` in float32 or None.
     """
     tokens, heads, k = expert_indices.shape
-    if x.ndim == 2:
-        strides = (x.stride(0), 0, 0)
-    else:
-        strides = (x.stride(0), x.stride(1), x.stride(2) if per_slot else 0)
+    stride_h = x.stride(1) if x.ndim > 2 else 0
+    stride_k = x.stride(2) if per_slot else 0
     rows = torch.empty(tokens * heads * k, width, dtype=dtype, device=x.device)
     dots = None if projected is None else torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
     block_d = triton.next_power_of_2(width)
-    block = max(1, 8192 // block_d)
-    block = min(32, block)
+    block = max(1, min(32, 8192 // block_d))
     _scale_rows_kernel[(triton.cdiv(tokens * heads, block),)](
         x, expert_indices.contiguous(), None if gates is None else gates.contiguous(), projected, rows, dots,
-        tokens * heads, *strides, x.stride(-1), heads, k, x.shape[-1], width, per_slot, block, block_d,
+        tokens * heads, x.stride(0), stride_h, stride_k, x.stride(-1),
+        heads, k, x.shape[-1], width, per_slot, block, block_d,
     )  # fmt: skip
     return rows, dots
 

@@ -52,7 +52,7 @@ def project(
     tiles = groups.tiles(tile.m)
     _project_kernel[((tiles.shape[1] - 1) * columns,)](
         x, weight, expert_indices, gates, groups.order, tiles, dot_with, out, kept, dots,
-        n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, weight.shape[1], weight.shape[2], slots, columns, RECORD,
+        n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, *weight.shape[1:], slots, columns, RECORD,
         precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, kept, dots

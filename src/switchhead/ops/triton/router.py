@@ -244,9 +244,10 @@ def _route_kernel(
     for j in tl.static_range(K):
         best, expert = tl.max(left, 2, return_indices=True, return_indices_tie_break_left=True)
         if probabilities_ptr is not None:
-            gate = tl.exp(best - top) / total
+            gate = tl.exp(tl.maximum(best - top, -100.0)) / total
         else:
-            gate = 1 / (1 + tl.exp(-best))
+            small = tl.exp(-tl.abs(best))
+            gate = tl.where(best >= 0, 1.0, small) / (1 + small)
         gate = tl.where(best > LEAST, gate, 0.0)
         tl.store(gates_ptr + slot + j, gate, mask=inside)
         tl.store(indices_ptr + slot + j, expert, mask=inside)

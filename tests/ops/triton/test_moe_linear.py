@@ -1,0 +1,163 @@
+import pytest
+import torch
+
+from switchhead.ops import reference
+from switchhead.ops.triton import moe_linear as module
+from switchhead.ops.triton.moe_linear import moe_linear
+from switchhead.routing import Routing
+from tests.helpers import gradients, relative_error
+
+TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
+
+
+def operands(
+    tokens, heads, experts, k, d_in, d_out, *, per_head=False, pooled=False, dtype=torch.float32, device="cpu"
+):
+    x = torch.randn(tokens, *([heads] if per_head else []), d_in, device=device, dtype=dtype, requires_grad=True)
+    weight = torch.randn(1 if pooled else heads, experts, d_in, d_out, device=device, dtype=dtype, requires_grad=True)
+    indices = torch.rand(tokens, heads, experts, device=device).argsort(-1)[..., :k]
+    gates = torch.rand(tokens, heads, k, device=device, requires_grad=True)
+    return x, weight, Routing(gates, indices, experts)
+
+
+def assert_agrees(x, weight, routing, reduce) -> None:
+    """Result and every gradient against float64."""
+    y = moe_linear(x, weight, routing, reduce=reduce)
+    gates = routing.gates
+    x64, weight64, gates64 = (t.detach().double().requires_grad_() for t in (x, weight, gates))
+    expected = reference.moe_linear(
+        x64, weight64, Routing(gates64, routing.expert_indices, routing.n_experts), reduce=reduce
+    )
+    assert y.shape == expected.shape
+    tolerance = TOLERANCE[y.dtype]
+    assert relative_error(y, expected) < tolerance
+    inputs, inputs64 = (
+        ((x, weight), (x64, weight64)) if reduce is None else ((x, weight, gates), (x64, weight64, gates64))
+    )
+    cotangent = torch.randn_like(expected)
+    found = gradients(y, *inputs, cotangent=cotangent)
+    for name, a, b in zip(
+        ("x", "weight", "gates"), found, gradients(expected, *inputs64, cotangent=cotangent), strict=False
+    ):
+        assert relative_error(a, b) < tolerance, name
+
+
+@pytest.fixture
+def without_decoding(monkeypatch):
+    """The kernels for many tokens, at a size that the interpreter can run."""
+    monkeypatch.setattr(module, "DECODE_TOKENS", 0)
+
+
+CASES = {
+    "joint sets of two heads": dict(tokens=40, heads=2, experts=5, k=2, d_in=48, d_out=20),
+    "few experts, odd widths": dict(tokens=17, heads=2, experts=4, k=2, d_in=41, d_out=76),
+    "an odd number of heads": dict(tokens=9, heads=3, experts=3, k=1, d_in=16, d_out=16),
+    "one expert": dict(tokens=5, heads=1, experts=1, k=1, d_in=24, d_out=16),
+    "every expert": dict(tokens=12, heads=2, experts=3, k=3, d_in=16, d_out=24),
+    "more sets than groups": dict(tokens=10, heads=1, experts=16, k=4, d_in=16, d_out=16),
+    "a shared pool": dict(tokens=10, heads=3, experts=4, k=1, d_in=16, d_out=24, pooled=True),
+}
+
+
+@pytest.mark.parametrize("reduce", ["k", "heads", None])
+@pytest.mark.parametrize("case", CASES)
+def test_kernels_agree_with_the_definition(case, reduce, device, without_decoding, poisoned_allocations):
+    assert_agrees(*operands(**CASES[case], per_head=reduce == "heads", device=device), reduce)
+
+
+@pytest.mark.parametrize("reduce", ["k", "heads", None])
+def test_heads_may_share_rows_or_have_their_own(reduce, device, without_decoding):
+    """The other way round than in the layer."""
+    assert_agrees(*operands(10, 2, 3, 2, 16, 24, per_head=reduce != "heads", device=device), reduce)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("reduce", ["k", "heads"])
+def test_16_bit_operands(reduce, dtype, device, without_decoding):
+    assert_agrees(*operands(20, 2, 3, 2, 32, 16, per_head=reduce == "heads", dtype=dtype, device=device), reduce)
+
+
+@pytest.mark.parametrize("reduce", ["k", "heads", None])
+def test_a_handful_of_tokens_reads_chosen_experts_only(reduce, device):
+    x, weight, routing = operands(3, 2, 4, 2, 20, 24, device=device)
+    routing.expert_indices.copy_(routing.expert_indices % 2 * 0 + torch.arange(2, device=device))
+    with torch.no_grad():
+        expected = moe_linear(x, weight, routing, reduce=reduce)
+        weight[:, 2:] = torch.nan
+        assert torch.equal(moe_linear(x, weight, routing, reduce=reduce), expected)
+    with torch.no_grad():
+        want = reference.moe_linear(x, weight, routing, reduce=reduce)
+    assert relative_error(expected, want) < 1e-6
+
+
+def test_an_unused_expert_has_zero_gradient(device, without_decoding, poisoned_allocations):
+    x, weight, routing = operands(20, 2, 4, 2, 16, 16, device=device)
+    routing.expert_indices.copy_(torch.tensor([3, 1], device=device))
+    (grad,) = gradients(moe_linear(x, weight, routing, reduce="k"), weight)
+    assert not grad[:, [0, 2]].any()
+    assert grad[:, [1, 3]].isfinite().all()
+
+
+def test_a_bad_row_spoils_only_experts_that_saw_it(device, without_decoding):
+    x, weight, routing = operands(20, 1, 4, 1, 16, 16, device=device)
+    routing.expert_indices.copy_(torch.arange(20, device=device).view(20, 1, 1) % 4)
+    with torch.no_grad():
+        x[0] = torch.nan  # expert 0
+    y = moe_linear(x, weight, routing, reduce="k")
+    (grad,) = gradients(y, weight)
+    assert y[1:].isfinite().all()
+    assert grad[:, 1:].isfinite().all()
+
+
+def test_strided_operands_and_gradients(device, without_decoding):
+    x, weight, routing = operands(20, 2, 3, 2, 24, 16, device=device)
+    strided = torch.randn(48, 20, device=device)[::2].T.requires_grad_()
+    swapped = torch.randn(2, 3, 16, 24, device=device).transpose(2, 3).requires_grad_()
+    assert_agrees(strided, swapped, routing, "k")
+    y = moe_linear(x, weight, routing, reduce="k")
+    expanded = torch.ones(1, device=device).expand_as(y)
+    found = torch.autograd.grad(y, (x, weight, routing.gates), expanded, retain_graph=True)
+    contiguous = torch.autograd.grad(y, (x, weight, routing.gates), expanded.clone())
+    for a, b in zip(found, contiguous, strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("reduce", ["k", "heads", None])
+def test_no_tokens(reduce, device):
+    x, weight, routing = operands(0, 2, 3, 2, 8, 16, device=device)
+    y = moe_linear(x, weight, routing, reduce=reduce)
+    grad_x, grad_weight = gradients(y, x, weight)
+    assert y.numel() == grad_x.numel() == 0
+    assert not grad_weight.any()
+
+
+def test_weights_keep_their_dtype(device, without_decoding):
+    """float32 parameters under autocast: cast inside, gradients in float32."""
+    x, weight, routing = operands(20, 1, 3, 2, 16, 16, device=device)
+    with torch.autocast(device, torch.bfloat16):
+        y = moe_linear(x, weight, routing, reduce="k")
+    assert y.dtype == torch.bfloat16
+    assert gradients(y, weight)[0].dtype == torch.float32
+
+
+def test_only_needed_gradients_are_computed(device, without_decoding):
+    x, weight, routing = operands(20, 1, 3, 2, 16, 16, device=device)
+    frozen = Routing(routing.gates.detach(), routing.expert_indices, 3)
+    y = moe_linear(x.detach(), weight, frozen, reduce="k")
+    assert (
+        relative_error(gradients(y, weight)[0], gradients(moe_linear(x, weight, routing, reduce="k"), weight)[0]) == 0
+    )
+
+
+def test_float64_is_refused(device):
+    x, weight, routing = operands(3, 1, 3, 2, 16, 16, device=device)
+    with pytest.raises(ValueError, match="float64"):
+        moe_linear(x.double(), weight, routing, reduce="k")
+
+
+def test_operator_registrations_are_consistent(device):
+    x, weight, routing = operands(3, 2, 3, 2, 16, 8, device=device)
+    args = (x, weight, routing.gates, routing.expert_indices, "k", torch.float32, True)
+    torch.library.opcheck(
+        module._forward, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
+    )
