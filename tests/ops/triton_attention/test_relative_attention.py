@@ -64,7 +64,8 @@ def assert_accurate(tensors, mask, dtype, **options):
     fused = run(tensors, mask, dtype, backend="triton", **options)
     for name, expected in exact.items():
         error, allowed = relative_error(fused[name], expected), relative_error(plain[name], expected)
-        assert error <= 2 * allowed + 1e-5, name
+        luck = torch.finfo(dtype).eps if name == "scale" else 1e-5  # one number may come out right by chance
+        assert error <= 2 * allowed + luck, name
 
 
 CASES = {

@@ -6,7 +6,7 @@ Both recompute the scores. Nothing is added atomically, so results repeat bit fo
 import triton
 import triton.language as tl
 
-from switchhead.ops.triton_attention.forward import visible
+from switchhead.ops.triton_attention.forward import LENGTHS, visible
 from switchhead.ops.triton_attention.skew import (
     interleaved,
     load_rows,
@@ -18,7 +18,7 @@ from switchhead.ops.triton_attention.skew import (
 )
 
 
-@triton.jit
+@triton.jit(do_not_specialize=[*LENGTHS, "batch", "n_splits"])
 def query_gradient_kernel(
     q_ptr, u_ptr,  # [B, H, T, d]
     k_ptr, v_ptr,  # [B, Hk, S, d]
@@ -135,7 +135,7 @@ def query_gradient_kernel(
         store_rows(grad_q_row, grad_q * grad_scale, i0, natural, n_queries, stride_dqt, WIDTH, D)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=LENGTHS)
 def key_gradient_kernel(
     q_ptr, u_ptr,  # [B, H, T, d]
     k_ptr, v_ptr,  # [B, Hk, S, d]

@@ -16,7 +16,11 @@ def visible(j, last, pad_ptr, n_keys, HAS_PAD: tl.constexpr):
     return allowed
 
 
-@triton.jit
+# One compilation serves all lengths.
+LENGTHS = ["n_queries", "n_keys", "n_positions"]
+
+
+@triton.jit(do_not_specialize=LENGTHS)
 def forward_kernel(
     q_ptr,  # [B, H, T, d]
     u_ptr,  # [B, H, T, d]: queries of the position scores (q itself where there are no biases)

@@ -168,7 +168,8 @@ relative_attention.register_autograd(_backward, setup_context=_setup_context)
 
 
 def _rows_contiguous(x: Tensor) -> Tensor:
-    return x if x.stride(-1) == 1 else x.contiguous()
+    """Rows of neighbouring numbers, all of a head's within the reach of 32-bit offsets."""
+    return x if x.stride(-1) == 1 and x.shape[-2] * x.stride(-2) < 2**31 else x.contiguous()
 
 
 def _strides(*tensors: Tensor) -> tuple[int, ...]:

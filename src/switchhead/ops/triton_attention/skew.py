@@ -85,12 +85,16 @@ def unskew(x, carry, M: tl.constexpr):
 
 @triton.jit
 def load_rows(ptr, first, order, n_rows, stride, WIDTH: tl.constexpr, D: tl.constexpr):
-    """Rows `first + order` of a matrix of n_rows rows of WIDTH <= D numbers; zeros outside: [len(order), D]."""
+    """Rows `first + order` of a matrix of n_rows rows of WIDTH <= D numbers, zeros behind: [len(order), D].
+
+    A row outside is read as the nearest one inside: masks would take registers, and the callers give no weight to it.
+    """
     column = tl.arange(0, D)[None, :]
-    inside = ((first + order >= 0) & (first + order < n_rows))[:, None]
+    row = tl.minimum(tl.maximum(first + order, 0), n_rows - 1)
+    pointers = ptr + row[:, None] * stride + column
     if WIDTH < D:
-        inside = inside & (column < WIDTH)
-    return tl.load(ptr + tl.cast(first, tl.int64) * stride + order[:, None] * stride + column, mask=inside, other=0.0)
+        return tl.load(pointers, mask=column < WIDTH, other=0.0)
+    return tl.load(pointers)
 
 
 @triton.jit
