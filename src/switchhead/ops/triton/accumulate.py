@@ -14,6 +14,7 @@ import triton.language as tl
 from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups
+from switchhead.ops.triton.operands import multiply_add
 from switchhead.ops.triton.tuning import Tile, multiprocessors
 
 
@@ -95,7 +96,7 @@ def _accumulate_kernel(
             else:
                 x = tl.load(rows_at + k0, mask=(k0 + k < K)[None, :], other=0.0)
                 w = tl.load(weight_at, mask=(k0 + k < K)[:, None], other=0.0)
-            total = tl.dot(x, w, total, input_precision=PRECISION)
+            total = multiply_add(x, w, total, start < end, PRECISION)
 
         # In two halves, which need half the registers and shared memory.
         left, right = tl.split(tl.permute(tl.reshape(total, (BLOCK_M, 2, HALF)), (0, 2, 1)))

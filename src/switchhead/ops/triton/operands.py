@@ -147,3 +147,15 @@ def _scale_rows_kernel(
             rank += (other < expert).to(tl.int32)
         target = rows_ptr + (row.to(tl.int64) * K + rank)[:, None] * WIDTH + d[None, :]
         tl.store(target, scaled.to(rows_ptr.dtype.element_ty), mask=valid[:, None] & (d < WIDTH)[None, :])
+
+
+@triton.jit
+def multiply_add(x, w, total, true, PRECISION: tl.constexpr):
+    """`total + x @ w`.
+
+    float32 is summed in two levels, within a step and over steps: one long sum would lose more than a library's blocked
+    one. `true` is a condition that holds but that the compiler cannot know to hold, or it would make one sum of two.
+    """
+    if x.dtype == tl.float32:
+        return total + tl.where(true, tl.dot(x, w, input_precision=PRECISION), 0.0)
+    return tl.dot(x, w, total)

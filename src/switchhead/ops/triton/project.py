@@ -8,6 +8,7 @@ import triton.language as tl
 from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups
+from switchhead.ops.triton.operands import multiply_add
 from switchhead.ops.triton.tuning import Tile
 
 
@@ -111,7 +112,7 @@ def _project_kernel(
         new = ()
         for s in tl.static_range(SLOTS):
             w = tl.load(weights_at[s] + k0)
-            new = new + (tl.dot(x, w.T, sums[s], input_precision=PRECISION),)
+            new = new + (multiply_add(x, w.T, sums[s], start < end, PRECISION),)
         sums = new
 
     inside = valid[:, None] & (n < N)[None, :]

@@ -47,10 +47,12 @@ def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | N
     x = x if x.stride(1) == 1 else x.contiguous()
     parts = _split_weight(x, weight)
     block = _block_m(parts.shape[1])
+    few = parts.shape[1] <= 64  # with many experts, deep pipelines do not fit into shared memory
     _route_kernel[(triton.cdiv(tokens, block),)](
         x, parts, None if dropped is None else dropped.contiguous(), gates, expert_indices,
         probabilities if softmax else None, tokens, x.stride(0), d, parts.shape[2], parts.shape[0], heads, experts,
-        *_padded(heads, experts), k, _precision(x), block, _BLOCK_K, num_warps=4, num_stages=4,
+        *_padded(heads, experts), k, _precision(x), block,
+        _BLOCK_K if few else _BLOCK_K // 2, num_warps=4, num_stages=4 if few else 2,
     )  # fmt: skip
     return gates, expert_indices, probabilities
 
@@ -97,11 +99,11 @@ def _route_backward(
     if need_x:
         parts = _split_weight(x, weight)
         grad_x = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
-        block_m, block_n = (128, 128) if width <= 64 else (32, 64)
+        block_m, block_n = (128, 128) if width <= 64 else (64, 128)
         # Rounded to 16 bits in the end, the sum needs the first two parts of each factor only.
         _grad_x_kernel[(triton.cdiv(tokens, block_m), triton.cdiv(d, block_n))](
             score_grads, parts, grad_x, tokens, d, parts.shape[2], width, min(2, n_parts), min(2, parts.shape[0]),
-            "tf32" if x.dtype == torch.float16 else _precision(x), block_m, block_n,
+            "tf32" if x.dtype == torch.float16 else _precision(x), block_m, block_n, min(width, 64),
         )  # fmt: skip
     if need_weight:
         partial = torch.empty(_SPLITS, heads * experts, d, dtype=torch.float32, device=x.device)
@@ -300,19 +302,21 @@ def _grad_x_kernel(
     tokens,
     D: tl.constexpr, D_PADDED: tl.constexpr, WIDTH: tl.constexpr, GRAD_PARTS: tl.constexpr,
     WEIGHT_PARTS: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     token = (tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)).to(tl.int64)[:, None]
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)[None, :]
-    c = tl.arange(0, WIDTH)
     total = tl.zeros((BLOCK_M, BLOCK_N), tl.float32)
-    for i in tl.static_range(GRAD_PARTS):
-        at = (i * tokens.to(tl.int64) + token) * WIDTH + c[None, :]
-        grads = tl.load(score_grads_ptr + at, mask=token < tokens, other=0.0)
-        for j in tl.static_range(WEIGHT_PARTS):
-            if i + j < 2:
-                at = parts_ptr + (j * WIDTH + c)[:, None] * D_PADDED + n
-                w = tl.load(at, mask=n < D, other=0.0)
-                total = tl.dot(grads, w, total, input_precision=PRECISION)
+    for first in range(0, WIDTH, BLOCK_K):
+        c = first + tl.arange(0, BLOCK_K)
+        for i in tl.static_range(GRAD_PARTS):
+            at = (i * tokens.to(tl.int64) + token) * WIDTH + c[None, :]
+            grads = tl.load(score_grads_ptr + at, mask=token < tokens, other=0.0)
+            for j in tl.static_range(WEIGHT_PARTS):
+                if i + j < 2:
+                    at = parts_ptr + (j * WIDTH + c)[:, None] * D_PADDED + n
+                    w = tl.load(at, mask=n < D, other=0.0)
+                    total = tl.dot(grads, w, total, input_precision=PRECISION)
     tl.store(grad_x_ptr + token * D + n, total.to(grad_x_ptr.dtype.element_ty), mask=(token < tokens) & (n < D))
 
 

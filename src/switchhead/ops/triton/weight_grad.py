@@ -13,6 +13,7 @@ import triton.language as tl
 from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups, n_tiles_of, tile_size
+from switchhead.ops.triton.operands import multiply_add
 from switchhead.ops.triton.tuning import WEIGHT_GRAD_CHUNK, Tile
 
 
@@ -87,7 +88,7 @@ def _partial_sums_kernel(
             x = tl.load(wide_at, mask=(m < WIDE)[None, :], other=0.0)
         rows_at = rows_ptr + (slot * NARROW)[:, None] + n[None, :]
         y = tl.load(rows_at, mask=valid[:, None] & (n < NARROW)[None, :], other=0.0)
-        total = tl.dot(x.T, y, total, input_precision=PRECISION)
+        total = multiply_add(x.T, y, total, first < end, PRECISION)
     line = (chunk * BLOCKS + block) * BLOCK_M + tl.arange(0, BLOCK_M)
     tl.store(partial_ptr + line[:, None] * BLOCK_N + tl.arange(0, BLOCK_N)[None, :], total)
 
