@@ -1,5 +1,6 @@
 import pytest
 import torch
+import torch._dynamo.testing
 
 from switchhead.ops import reference
 from switchhead.ops.triton import moe_linear as module
@@ -161,3 +162,20 @@ def test_operator_registrations_are_consistent(device):
     torch.library.opcheck(
         module._forward, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
     )
+
+
+def test_ten_lengths_compile_at_most_twice_and_without_a_break(device):
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+
+    @torch.compile(fullgraph=True, backend=counter)
+    def step(x, weight, gates, indices):
+        return moe_linear(x, weight, Routing(gates, indices, 3), reduce="k").sum()
+
+    for tokens in range(2, 12):
+        x, weight, routing = operands(tokens, 1, 3, 1, 16, 16, device=device)
+        loss = step(x, weight, routing.gates, routing.expert_indices)
+        grads = torch.autograd.grad(loss, (x, weight, routing.gates))
+        eager = moe_linear(x, weight, routing, reduce="k").sum()
+        for a, b in zip(grads, torch.autograd.grad(eager, (x, weight, routing.gates)), strict=True):
+            assert torch.equal(a, b)
+    assert counter.frame_count <= 2
