@@ -17,7 +17,7 @@ from torch.nn.attention.bias import causal_lower_right
 from torch.nn.functional import scaled_dot_product_attention
 from triton.testing import do_bench
 
-from switchhead.ops.relative_attention import relative_attention
+from switchhead.ops.relative import relative_attention
 
 TOKENS = 32_768
 

@@ -9,6 +9,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from switchhead import MultiHeadAttention, Rotary, SwitchHeadAttention
+from switchhead.ops import document_boundaries
 from tests.helpers import gradients, relative_error
 
 LAYERS = {
@@ -236,8 +237,8 @@ def test_widths_padded_inside_change_nothing(make, positions, monkeypatch):
     module, x, memory = make(positions=positions).double(), inputs().requires_grad_(), inputs()
     tensors = [x, *module.parameters()]
     plain = module(x, memory=memory)
-    for name in ("attention", "projections", "switchhead", "multihead"):  # as on a GPU
-        monkeypatch.setattr(f"switchhead.nn.{name}.aligned_width", lambda width, device: -(-width // 16) * 16)
+    for name in ("ops.attention", "nn.projections", "nn.switchhead", "nn.multihead"):  # as on a GPU
+        monkeypatch.setattr(f"switchhead.{name}.aligned_width", lambda width, device: -(-width // 16) * 16)
     padded = module(x, memory=memory)
     assert padded.shape == plain.shape
     assert relative_error(padded, plain) < 1e-12
@@ -287,6 +288,29 @@ def test_explicit_position_ids_shift_nothing_when_all_move_together():
     assert relative_error(shifted, module(x)) < 1e-11
     restarted = module(x, position_ids=torch.tensor([0, 1, 2, 0, 1, 2]))
     assert not torch.allclose(restarted, module(x))
+
+
+@pytest.mark.parametrize("positions", ["none", "rotary"])
+@every_layer
+def test_packed_documents_equal_documents_alone(make, positions):
+    module, x = make(positions=positions).double(), inputs(batch=2, length=7)
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 0, 1, 2, 3, 4, 0]])
+    packed = module(x, position_ids=position_ids, cu_seqlens=document_boundaries(position_ids))
+    for row, documents in enumerate([[(0, 3), (3, 7)], [(0, 1), (1, 6), (6, 7)]]):
+        for first, last in documents:
+            alone = module(x[row : row + 1, first:last])
+            assert relative_error(packed[row : row + 1, first:last], alone) < 1e-12
+
+
+@every_layer
+def test_packing_with_what_it_does_not_go_with_is_refused(make):
+    x, bounds = inputs(dtype=torch.float32), torch.tensor([0, 6, 12], dtype=torch.int32)
+    with pytest.raises(ValueError, match="does not go with memory"):
+        make()(x, memory=x, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="does not go with causal=False"):
+        make(causal=False)(x, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="does not go with relative positions"):
+        make(positions="relative")(x, cu_seqlens=bounds)
 
 
 @every_layer

@@ -45,7 +45,7 @@ def from_authors(
     Raises:
         ValueError: unknown kind or meta key, a missing or unexpected parameter, or a shape that does not fit.
     """
-    layer = _build(kind, causal, {name: _plain(value) for name, value in meta.items()})
+    layer: Any = _build(kind, causal, {name: _plain(value) for name, value in meta.items()})
     layer.authors_kind = kind  # research and stand-alone layers differ in names alone
     params = {name: torch.as_tensor(value) for name, value in params.items() if name != "s_bias"}
     fields = _fields(layer, kind)

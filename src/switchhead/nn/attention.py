@@ -1,16 +1,14 @@
-"""What all attention layers share: the source of keys and values, masks, positions, and the weighted average itself."""
+"""What all attention layers share: the source of keys and values, rotation, and the order of heads."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
 import torch
-from jaxtyping import Bool, Float, Int
+from jaxtyping import Float, Int
 from torch import Tensor
-from torch.nn import functional as F
 
 from switchhead.nn.positions import Rotary
-from switchhead.nn.projections import aligned_width, pad_width
 
 
 class Cache(Protocol):
@@ -39,6 +37,15 @@ def check_input(x: Tensor, d_model: int, context: Tensor | None, memory: Tensor 
     for name, other in (("context", context), ("memory", memory)):
         if other is not None and (other.ndim != 3 or other.shape[0] != x.shape[0] or other.shape[-1] != d_model):
             raise ValueError(f"{name} must be [{x.shape[0]}, length, {d_model}] beside x; got {tuple(other.shape)}")
+
+
+def check_packing(*, causal: bool, relative: bool, **others: object) -> None:
+    """Refuse what packed documents do not go with."""
+    given = [name for name, value in others.items() if value is not None]
+    given += ["causal=False"] if not causal else []
+    given += ["relative positions"] if relative else []
+    if given:
+        raise ValueError(f"cu_seqlens packs causal self-attention alone; it does not go with {', '.join(given)}")
 
 
 def key_value_source(
@@ -86,84 +93,3 @@ def rotate_queries_and_keys(
     else:
         k_table = q_table
     return rotary.rotate(q, q_table), rotary.rotate(k, k_table)
-
-
-def attend(
-    q: Float[Tensor, "batch heads T d"],
-    k: Float[Tensor, "batch kv_heads S d"],
-    v: Float[Tensor, "batch kv_heads S d_v"],
-    *,
-    scale: float,
-    causal: bool,
-    key_padding_mask: Bool[Tensor, "batch S"] | None = None,
-    attn_mask: Tensor | None = None,
-    bias: Float[Tensor, "batch heads T S"] | None = None,
-) -> Float[Tensor, "batch heads T d_v"]:
-    """`softmax(scale q k^T + bias) v` over the keys that causality and masks leave; zeros where none is left.
-
-    Plain causal attention carries no mask, so that the fastest kernel stays available.
-    """
-    n_queries, n_keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
-    q, k, v = (pad_width(t, aligned_width(t.shape[-1], t.device)) for t in (q, k, v))
-    gqa = q.shape[1] != k.shape[1]
-    masked = not (key_padding_mask is None and attn_mask is None and bias is None)
-    if not masked and (not causal or n_queries == 1 or n_queries == n_keys):
-        is_causal = causal and n_queries > 1
-        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa)
-        return y[..., :width]
-    blocked, added = _combine_masks(q, k, causal, key_padding_mask, attn_mask, bias)
-    # A row that sees nothing would be NaN on some kernels: let it see everything, and return zeros.
-    blind = blocked.all(-1, keepdim=True)  # [., ., T, 1]
-    blocked = blocked & ~blind
-    mask = ~blocked if added is None else added.masked_fill(blocked, -torch.inf)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return y[..., :width].masked_fill(blind, 0.0)
-
-
-def _combine_masks(
-    q: Tensor,
-    k: Tensor,
-    causal: bool,
-    key_padding_mask: Tensor | None,
-    attn_mask: Tensor | None,
-    bias: Tensor | None,
-) -> tuple[Tensor, Tensor | None]:
-    """All masks as one boolean "may not attend" and one sum of additive terms."""
-    (batch, heads, n_queries, _), n_keys = q.shape, k.shape[-2]
-    blocked = torch.zeros(1, 1, n_queries, n_keys, dtype=torch.bool, device=q.device)
-    if causal:
-        blocked = ~torch.ones_like(blocked).tril(n_keys - n_queries)
-    if key_padding_mask is not None:
-        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, n_keys):
-            raise ValueError(
-                f"key_padding_mask must be boolean [{batch}, {n_keys}] (one entry a key, memory first; True = ignore); "
-                f"got {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}"
-            )
-        blocked = blocked | key_padding_mask[:, None, None, :]
-    added = bias
-    if attn_mask is not None:
-        attn_mask = _as_four_dimensions(attn_mask, batch, heads, n_queries, n_keys)
-        if attn_mask.dtype == torch.bool:
-            blocked = blocked | attn_mask
-        else:
-            minus_infinity = attn_mask == -torch.inf
-            blocked = blocked | minus_infinity
-            finite = attn_mask.masked_fill(minus_infinity, 0.0).to(q.dtype)
-            added = finite if added is None else added + finite
-    return blocked, added
-
-
-def _as_four_dimensions(mask: Tensor, batch: int, heads: int, n_queries: int, n_keys: int) -> Tensor:
-    shape = tuple(mask.shape)
-    if mask.dtype == torch.bool or mask.is_floating_point():
-        if shape == (n_queries, n_keys):
-            return mask[None, None]
-        if shape == (batch * heads, n_queries, n_keys):
-            return mask.unflatten(0, (batch, heads))
-        if mask.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (n_queries, n_keys):
-            return mask
-    raise ValueError(
-        f"attn_mask must be boolean (True = ignore) or floating point (added to the scores), [{n_queries}, {n_keys}], "
-        f"[{batch * heads}, {n_queries}, {n_keys}] or [{batch}, {heads} or 1, {n_queries}, {n_keys}]; "
-        f"got {mask.dtype} {shape}"
-    )

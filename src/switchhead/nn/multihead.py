@@ -10,8 +10,8 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
-    attend,
     check_input,
+    check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
@@ -20,8 +20,11 @@ from switchhead.nn.attention import (
 from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
-from switchhead.nn.projections import aligned_width, pad_width, project_heads, project_output
-from switchhead.ops.relative import relative_bias
+from switchhead.nn.projections import project_heads, project_output, project_positions
+from switchhead.ops.attention import Masks, attend
+from switchhead.ops.packed import packed_attention
+from switchhead.ops.relative import relative_attention
+from switchhead.ops.widths import aligned_width, pad_width
 
 
 class MultiHeadAttention(nn.Module):
@@ -95,9 +98,16 @@ class MultiHeadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
+        cu_seqlens: Int[Tensor, " documents+1"] | None = None,
     ) -> Float[Tensor, "batch T d_model"]:
         """`[B, T, d_model]` to the same shape; arguments as in `SwitchHeadAttention.forward`."""
         check_input(x, self.d_model, context, memory)
+        relative = isinstance(self.positions, Relative)
+        if cu_seqlens is not None:
+            check_packing(
+                causal=self.causal, relative=relative, context=context, memory=memory, cache=cache,
+                key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            )  # fmt: skip
         wide = aligned_width(self.d_model, x.device)
         tokens = pad_width(x, wide)
         if context is None and memory is None:
@@ -113,26 +123,22 @@ class MultiHeadAttention(nn.Module):
             )  # fmt: skip
         if cache is not None:
             k, v = cache.update(k[..., : self.d_head], v[..., : self.d_head])
-        scale, bias = 1 / math.sqrt(self.d_head), None
-        if isinstance(self.positions, Relative):
-            q, bias = self._position_scores(q[..., : self.d_head], k.shape[-2], self.positions)
-            scale = 1.0
-        y = attend(
-            q, k, v, scale=scale, causal=self.causal and (cache is None or attn_mask is None),
-            key_padding_mask=key_padding_mask, attn_mask=attn_mask, bias=bias,
-        )  # fmt: skip
+            k, v = pad_width(k, q.shape[-1]), pad_width(v, q.shape[-1])
+        causal = self.causal and (cache is None or attn_mask is None)
+        masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+        scale = 1 / math.sqrt(self.d_head)
+        if cu_seqlens is not None:
+            y = packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=scale)
+        elif not relative:
+            y = attend(q, k, v, scale=scale, **masks)
+        else:
+            r = project_positions(self.position_proj, q, k, causal=causal)  # [H, R, d]
+            width = q.shape[-1]
+            y = relative_attention(
+                q, k, v, r, content_bias=pad_width(self.content_bias, width),
+                position_bias=pad_width(self.position_bias, width), scale=self.scale, **masks,
+            )  # fmt: skip
         return project_output(merge_heads(y), self.o_proj, self.d_head).unflatten(0, x.shape[:2])  # [B, T, D]
-
-    def _position_scores(self, q: Tensor, n_keys: int, relative: Relative) -> tuple[Tensor, Tensor]:
-        """Queries for the content scores, temperature included, and the position scores `[B, H, T, S]`."""
-        distances = relative.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        r = self.position_proj(relative.encoding(distances, self.d_model, q.dtype)).unflatten(
-            -1, (self.n_heads, self.d_head)
-        )
-        content, position = (
-            ((q + bias[:, None]) * self.scale).to(q.dtype) for bias in (self.content_bias, self.position_bias)
-        )
-        return content, relative_bias(position, r.transpose(0, 1).to(q.dtype), n_keys)
 
     def extra_repr(self) -> str:
         """Sizes and options."""

@@ -58,16 +58,18 @@ class Rotary:
 class Relative:
     """Transformer-XL's relative positions (arXiv 1901.02860): scores depend on source minus query index."""
 
-    def distances(self, n_queries: int, n_keys: int, *, causal: bool, device: torch.device) -> Int[Tensor, " R"]:
-        """Distances source - query that occur when queries are the last of the keys: `-(S-1) .. 0`, or `.. T-1`."""
-        return torch.arange(-(n_keys - 1), 1 if causal else n_queries, device=device)
 
-    def encoding(self, distances: Int[Tensor, " R"], d_model: int, dtype: torch.dtype) -> Float[Tensor, "R d_model"]:
-        """Sinusoids, sine on even channels and cosine on odd ones, in dtype but float32 at least."""
-        dtype = at_least_float32(dtype)
-        channels = torch.arange(0, d_model, 2, device=distances.device, dtype=dtype)
-        angles = distances[:, None].to(dtype) * 10000.0 ** (-channels / d_model)
-        return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]
+def relative_distances(n_queries: int, n_keys: int, *, causal: bool, device: torch.device) -> Int[Tensor, " R"]:
+    """Distances source - query that occur when queries are the last of the keys: `-(S-1) .. 0`, or `.. T-1`."""
+    return torch.arange(-(n_keys - 1), 1 if causal else n_queries, device=device)
+
+
+def sinusoids(distances: Int[Tensor, " R"], d_model: int, dtype: torch.dtype) -> Float[Tensor, "R d_model"]:
+    """Sine on even channels and cosine on odd ones, in dtype but float32 at least."""
+    dtype = at_least_float32(dtype)
+    channels = torch.arange(0, d_model, 2, device=distances.device, dtype=dtype)
+    angles = distances[:, None].to(dtype) * 10000.0 ** (-channels / d_model)
+    return torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(1)[:, :d_model]
 
 
 Positions = Rotary | Relative | None

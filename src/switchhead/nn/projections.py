@@ -15,21 +15,13 @@ from torch.nn import functional as F
 
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
+from switchhead.nn.positions import relative_distances, sinusoids
 from switchhead.nn.router import Router, stack_routers, unstack_routing
 from switchhead.ops.dtypes import cast_together
 from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import moe_linear
+from switchhead.ops.widths import aligned_width, pad, pad_width
 from switchhead.routing import Routing
-
-
-def aligned_width(width: int, device: torch.device) -> int:
-    """On a GPU the next multiple of 8, else the width itself."""
-    return -(-width // 8) * 8 if device.type == "cuda" else width
-
-
-def pad_width(t: Float[Tensor, "*batch width"], width: int) -> Float[Tensor, "*batch padded"]:
-    """Zeros behind the last axis, up to width."""
-    return t if t.shape[-1] == width else F.pad(t, (0, width - t.shape[-1]))
 
 
 def project_heads(
@@ -68,15 +60,23 @@ def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear,
     """A plain output projection, `[N, d_model]`."""
     d_model, padding = projection.out_features, rows.shape[-1] - d_head
     weight = projection.weight.unflatten(1, (-1, d_head))  # [D, H, d]
-    weight = F.pad(weight, (0, padding, 0, 0, 0, aligned_width(d_model, rows.device) - d_model)).flatten(1)
+    weight = pad(weight, (0, padding, 0, 0, 0, aligned_width(d_model, rows.device) - d_model)).flatten(1)
     return F.linear(*cast_together(rows.flatten(1), weight))[:, :d_model]
+
+
+def project_positions(projection: Linear, q: Tensor, k: Tensor, *, causal: bool) -> Float[Tensor, "heads distances d"]:
+    """Relative positions of all distances between the queries and keys, projected for each head, as wide as q."""
+    d_model, heads = projection.in_features, q.shape[1]
+    distances = relative_distances(q.shape[-2], k.shape[-2], causal=causal, device=q.device)
+    r = projection(sinusoids(distances, d_model, q.dtype)).unflatten(-1, (heads, -1))  # [R, H, d]
+    return pad_width(r.transpose(0, 1), q.shape[-1])
 
 
 def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:
     """Weights of all heads, each padded to an aligned width."""
     weights = torch.cat([projection.weight for projection in projections]).unflatten(0, (-1, d_head))  # [H, d, D]
     padding = (0, x.shape[-1] - weights.shape[-1], 0, aligned_width(d_head, x.device) - d_head)
-    return F.pad(weights, padding).flatten(0, 1)
+    return pad(weights, padding).flatten(0, 1)
 
 
 def _split_heads(rows: Float[Tensor, "batch T heads_d"], projections: Sequence[Linear], d_head: int) -> list[Tensor]:
@@ -88,4 +88,4 @@ def _split_heads(rows: Float[Tensor, "batch T heads_d"], projections: Sequence[L
 def _pad(x: Tensor, projection: MoELinear) -> Float[Tensor, "heads experts wide d"]:
     """Experts for inputs of x's width, to an aligned width."""
     d_in, d_out = projection.weight.shape[-2:]
-    return F.pad(projection.weight, (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in))
+    return pad(projection.weight, (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in))

@@ -7,10 +7,10 @@ from collections.abc import Sequence
 import torch
 from jaxtyping import Float
 from torch import Tensor, nn
-from torch.nn import functional as F
 
 from switchhead.nn.init import normal_
 from switchhead.ops.router import Gating, route
+from switchhead.ops.widths import pad_width
 from switchhead.routing import Routing
 
 
@@ -74,7 +74,7 @@ def stack_routers(x: Float[Tensor, "tokens wide"], routers: Sequence[Router]) ->
     """Weights `[H of all, E, wide]` of routers that run together, and which experts are dropped."""
     first = routers[0]
     weight = torch.cat([router.weight for router in routers]) if len(routers) > 1 else first.weight
-    weight = F.pad(weight, (0, x.shape[-1] - weight.shape[-1]))
+    weight = pad_width(weight, x.shape[-1])
     dropped = None
     if first.training and first.expert_dropout > 0:
         dropped = torch.rand(x.shape[0], *weight.shape[:2], device=x.device) < first.expert_dropout

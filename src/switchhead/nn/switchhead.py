@@ -9,8 +9,8 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
-    attend,
     check_input,
+    check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
@@ -21,17 +21,19 @@ from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
 from switchhead.nn.projections import (
-    aligned_width,
-    pad_width,
     project_all,
     project_experts,
     project_heads,
     project_output,
+    project_positions,
 )
 from switchhead.nn.router import Router
+from switchhead.ops.attention import Masks, attend
 from switchhead.ops.moe_linear import Backend
-from switchhead.ops.relative import relative_bias
+from switchhead.ops.packed import packed_attention
+from switchhead.ops.relative import relative_attention
 from switchhead.ops.router import Gating
+from switchhead.ops.widths import aligned_width, pad_width
 from switchhead.routing import Routing
 
 
@@ -143,6 +145,7 @@ class SwitchHeadAttention(nn.Module):
         attn_mask: Tensor | None = None,
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
+        cu_seqlens: Int[Tensor, " documents+1"] | None = None,
     ) -> Float[Tensor, "batch T d_model"]:
         """Attend.
 
@@ -154,11 +157,18 @@ class SwitchHeadAttention(nn.Module):
             attn_mask: `[T, S]`, `[B*H, T, S]` or `[B, 1 or H, T, S]`; boolean True = ignore, float = added to scores.
             position_ids: positions of x for rotary channels; default: x follows its memory.
             cache: keys and values of earlier calls. With a cache, a given `attn_mask` alone says what may be seen.
+            cu_seqlens: several documents in a row, none of which sees another: where they begin in the flattened
+                batch, from `switchhead.ops.document_boundaries`.
 
         Returns:
             `[B, T, d_model]`; zeros for a query that may see nothing.
         """
         check_input(x, self.d_model, context, memory)
+        if cu_seqlens is not None:
+            check_packing(
+                causal=self.causal, relative=self.position_proj is not None, context=context, memory=memory,
+                cache=cache, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            )  # fmt: skip
         wide = aligned_width(self.d_model, x.device)
         source = tokens = pad_width(x, wide)
         if context is not None or memory is not None:
@@ -171,11 +181,17 @@ class SwitchHeadAttention(nn.Module):
             )  # fmt: skip
         if cache is not None:
             k, v = cache.update(k[..., : self.d_head], v[..., : self.d_head])
+            k, v = pad_width(k, q.shape[-1]), pad_width(v, q.shape[-1])
+        causal = self.causal and (cache is None or attn_mask is None)
+        masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
         scale = 1 / math.sqrt(self.d_head)
-        y = attend(
-            q, k, v, scale=scale, causal=self.causal and (cache is None or attn_mask is None),
-            key_padding_mask=key_padding_mask, attn_mask=attn_mask, bias=self._position_scores(q * scale, k.shape[-2]),
-        )  # fmt: skip
+        if cu_seqlens is not None:
+            y = packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=scale)
+        elif self.position_proj is None:
+            y = attend(q, k, v, scale=scale, **masks)
+        else:
+            r = project_positions(self.position_proj, q, k, causal=causal)  # [H, R, d]
+            y = relative_attention(q, k, v, r, scale=scale, **masks)
         rows = merge_heads(y)  # [B*T, H, d]
         if isinstance(self.o_proj, MoELinear):
             assert to is not None
@@ -206,15 +222,6 @@ class SwitchHeadAttention(nn.Module):
             return project_heads(x, (projection,), self.d_head)[0]
         assert routing is not None
         return project_experts(x.flatten(0, 1), projection, routing).unflatten(0, x.shape[:2]).transpose(1, 2)
-
-    def _position_scores(self, q: Tensor, n_keys: int) -> Float[Tensor, "batch heads T S"] | None:
-        if self.position_proj is None:
-            return None
-        assert isinstance(self.positions, Relative)
-        distances = self.positions.distances(q.shape[-2], n_keys, causal=self.causal, device=q.device)
-        encoding = self.positions.encoding(distances, self.d_model, q.dtype)  # [R, D]
-        r = self.position_proj(encoding).unflatten(-1, (self.n_heads, self.d_head)).transpose(0, 1)  # [H, R, d]
-        return relative_bias(q[..., : self.d_head], r.to(q.dtype), n_keys)
 
     def extra_repr(self) -> str:
         """Sizes and options."""

@@ -1,7 +1,20 @@
 """Functions on tensors. They know no module."""
 
+from switchhead.ops.attention import attend
+from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import Choice, choose_backend, moe_linear
-from switchhead.ops.relative import relative_bias
+from switchhead.ops.packed import document_boundaries, packed_attention
+from switchhead.ops.relative import relative_attention
 from switchhead.ops.router import route
 
-__all__ = ["Choice", "choose_backend", "moe_linear", "relative_bias", "route"]
+__all__ = [
+    "Choice",
+    "attend",
+    "choose_backend",
+    "document_boundaries",
+    "moe_linear",
+    "packed_attention",
+    "project_inputs",
+    "relative_attention",
+    "route",
+]

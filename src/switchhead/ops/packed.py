@@ -8,7 +8,6 @@ import torch
 from jaxtyping import Float, Int
 from torch import Tensor
 from torch.nn import functional as F
-from torch.nn.attention.varlen import varlen_attn
 
 Backend = Literal["auto", "reference", "varlen"]
 
@@ -77,6 +76,8 @@ def varlen_obstacle(q: Tensor) -> str | None:
 
 
 def _varlen(q: Tensor, k: Tensor, v: Tensor, cu_seqlens: Tensor, scale: float) -> Tensor:
+    from torch.nn.attention.varlen import varlen_attn  # loads the compiler, and with it triton
+
     batch, heads, length, width = q.shape
     if k.shape[1] != heads:
         k, v = (x.repeat_interleave(heads // k.shape[1], dim=1) for x in (k, v))

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from switchhead.ops.relative_attention import relative_attention
+from switchhead.ops.relative import relative_attention
 from switchhead.ops.triton_attention import operator
 from tests.helpers import gradients, relative_error
 

@@ -100,7 +100,7 @@ def _project_inputs_backward(
     return (
         grad_x,
         grad_plain.to(plain.dtype),
-        grad_routers.to(routers.dtype),
+        grad_routers.contiguous().to(routers.dtype),
         grad_values.to(values.dtype, memory_format=torch.contiguous_format, copy=True),
     )
 

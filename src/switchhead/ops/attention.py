@@ -1,0 +1,112 @@
+"""Softmax attention with masks, on `scaled_dot_product_attention`."""
+
+from __future__ import annotations
+
+from typing import TypedDict
+
+import torch
+from jaxtyping import Bool, Float
+from torch import Tensor
+from torch.nn import functional as F
+
+from switchhead.ops.widths import aligned_width, pad_width
+
+
+class Masks(TypedDict):
+    """What may not be seen; the arguments of `attend` and `relative_attention` of these names."""
+
+    causal: bool
+    key_padding_mask: Tensor | None
+    attn_mask: Tensor | None
+
+
+def attend(
+    q: Float[Tensor, "batch heads T d"],
+    k: Float[Tensor, "batch kv_heads S d"],
+    v: Float[Tensor, "batch kv_heads S d_v"],
+    *,
+    scale: float,
+    causal: bool,
+    key_padding_mask: Bool[Tensor, "batch S"] | None = None,
+    attn_mask: Tensor | None = None,
+    bias: Float[Tensor, "batch heads T S"] | None = None,
+) -> Float[Tensor, "batch heads T d_v"]:
+    """`softmax(scale q k^T + bias) v` over the keys that causality and masks leave; zeros where none is left.
+
+    Plain causal attention carries no mask, so that the fastest kernel stays available.
+
+    Args:
+        q, k, v: queries, keys and values; each key and value head serves `heads / kv_heads` query heads.
+        scale: multiplies the content scores.
+        causal: queries, aligned to the last keys, see no later ones.
+        key_padding_mask: True = ignore the key.
+        attn_mask: `[T, S]`, `[B*H, T, S]` or `[B, 1 or H, T, S]`; boolean True = ignore, float = added to the scores.
+        bias: added to the scores.
+
+    Raises:
+        ValueError: a mask of another shape or dtype.
+    """
+    n_queries, n_keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
+    q, k, v = (pad_width(t, aligned_width(t.shape[-1], t.device)) for t in (q, k, v))
+    gqa = q.shape[1] != k.shape[1]
+    masked = not (key_padding_mask is None and attn_mask is None and bias is None)
+    if not masked and (not causal or n_queries == 1 or n_queries == n_keys):
+        is_causal = False if n_queries == 1 else causal  # a bool, also where lengths are traced as symbols
+        y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa)
+        return y[..., :width]
+    blocked, added = _combine_masks(q, k, causal, key_padding_mask, attn_mask, bias)
+    # A row that sees nothing would be NaN on some kernels: let it see everything, and return zeros.
+    blind = blocked.all(-1, keepdim=True)  # [., ., T, 1]
+    blocked = blocked & ~blind
+    mask = ~blocked if added is None else added.masked_fill(blocked, -torch.inf)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
+    return y[..., :width].masked_fill(blind, 0.0)
+
+
+def _combine_masks(
+    q: Tensor,
+    k: Tensor,
+    causal: bool,
+    key_padding_mask: Tensor | None,
+    attn_mask: Tensor | None,
+    bias: Tensor | None,
+) -> tuple[Tensor, Tensor | None]:
+    """All masks as one boolean "may not attend" and one sum of additive terms."""
+    (batch, heads, n_queries, _), n_keys = q.shape, k.shape[-2]
+    blocked = torch.zeros(1, 1, n_queries, n_keys, dtype=torch.bool, device=q.device)
+    if causal:
+        blocked = ~torch.ones_like(blocked).tril(n_keys - n_queries)
+    if key_padding_mask is not None:
+        if key_padding_mask.dtype != torch.bool or key_padding_mask.shape != (batch, n_keys):
+            raise ValueError(
+                f"key_padding_mask must be boolean [{batch}, {n_keys}] (one entry a key, memory first; True = ignore); "
+                f"got {key_padding_mask.dtype} {tuple(key_padding_mask.shape)}"
+            )
+        blocked = blocked | key_padding_mask[:, None, None, :]
+    added = bias
+    if attn_mask is not None:
+        attn_mask = _as_four_dimensions(attn_mask, batch, heads, n_queries, n_keys)
+        if attn_mask.dtype == torch.bool:
+            blocked = blocked | attn_mask
+        else:
+            minus_infinity = attn_mask == -torch.inf
+            blocked = blocked | minus_infinity
+            finite = attn_mask.masked_fill(minus_infinity, 0.0).to(q.dtype)
+            added = finite if added is None else added + finite
+    return blocked, added
+
+
+def _as_four_dimensions(mask: Tensor, batch: int, heads: int, n_queries: int, n_keys: int) -> Tensor:
+    shape = tuple(mask.shape)
+    if mask.dtype == torch.bool or mask.is_floating_point():
+        if shape == (n_queries, n_keys):
+            return mask[None, None]
+        if shape == (batch * heads, n_queries, n_keys):
+            return mask.unflatten(0, (batch, heads))
+        if mask.ndim == 4 and shape[0] in (1, batch) and shape[1] in (1, heads) and shape[2:] == (n_queries, n_keys):
+            return mask
+    raise ValueError(
+        f"attn_mask must be boolean (True = ignore) or floating point (added to the scores), [{n_queries}, {n_keys}], "
+        f"[{batch * heads}, {n_queries}, {n_keys}] or [{batch}, {heads} or 1, {n_queries}, {n_keys}]; "
+        f"got {mask.dtype} {shape}"
+    )
