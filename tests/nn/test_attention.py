@@ -127,8 +127,9 @@ def test_rows_that_see_nothing_give_zeros_and_finite_gradients_for_three_steps(m
 
 
 @every_layer
-def test_mixed_dtypes_run_outside_autocast_and_inside(make):
-    module = make(positions="rotary")
+@every_position
+def test_mixed_dtypes_run_outside_autocast_and_inside(make, positions):
+    module = make(positions=positions)
     x = inputs(dtype=torch.float32)
     exact = copy.deepcopy(module).double()(x.double())
     for module_dtype in (torch.float32, torch.bfloat16, torch.float16):

@@ -69,7 +69,7 @@ def project_positions(projection: Linear, q: Tensor, k: Tensor, *, causal: bool)
     d_model, heads = projection.in_features, q.shape[1]
     distances = relative_distances(q.shape[-2], k.shape[-2], causal=causal, device=q.device)
     r = projection(sinusoids(distances, d_model, q.dtype)).unflatten(-1, (heads, -1))  # [R, H, d]
-    return pad_width(r.transpose(0, 1), q.shape[-1])
+    return pad_width(r.transpose(0, 1).to(q.dtype), q.shape[-1])
 
 
 def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:
