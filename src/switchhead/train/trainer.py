@@ -44,7 +44,7 @@ class Trainer:
         self.model.to(device).train()  # pyright: ignore[reportArgumentType] (transformers hides the signature)
         # Validation runs the plain model: its shapes vary, and each would be compiled anew.
         self.forward = torch.compile(self.model) if training.compile else self.model
-        self.optimizer = _make_optimizer(self.model, training, device)
+        self.optimizer = _make_optimizer(self.model, training)
         self.step = 0
         self.next_batch = 0
         self.memory: tuple[Tensor, ...] | None = None
@@ -136,17 +136,13 @@ class Trainer:
                 )
 
 
-def _make_optimizer(
-    model: SwitchHeadForCausalLM, training: TrainingConfig, device: torch.device
-) -> torch.optim.Optimizer:
+def _make_optimizer(model: SwitchHeadForCausalLM, training: TrainingConfig) -> torch.optim.Optimizer:
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
         {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
     ]
-    return torch.optim.AdamW(
-        groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=device.type == "cuda"
-    )
+    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=True)
 
 
 def _to_text(state: Tensor) -> str:
