@@ -4,6 +4,7 @@ import subprocess
 import sys
 
 import pytest
+import torch
 
 from switchhead import cli
 from switchhead.errors import SwitchHeadError
@@ -187,3 +188,13 @@ def test_a_reader_that_goes_away_causes_no_traceback():
         assert process.stderr is not None
         process.stdout.close()
         assert process.stderr.read() == ""
+
+
+def test_bench_names_what_it_does_not_know_and_what_it_needs(capsys):
+    code, message = failure(capsys, "bench", "layer", "--layers", "9b")
+    assert code == 2
+    assert "9b unknown; use 262m" in message
+    if not torch.cuda.is_available():
+        code, message = failure(capsys, "bench", "layer")
+        assert code == 1
+        assert "CUDA device" in message

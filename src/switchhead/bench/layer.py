@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -79,7 +79,7 @@ class LayerRow:
 
 
 def bench_layer(
-    layers: Sequence[str] = tuple(LAYERS),
+    layers: Iterable[str] = tuple(LAYERS),
     *,
     lengths: Sequence[int] | None = None,
     routings: Sequence[str] = NAMES,
