@@ -1,10 +1,12 @@
 """What holds for every attention layer, with every kind of positions."""
 
 import copy
+import itertools
 import pickle
 
 import pytest
 import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
@@ -19,6 +21,7 @@ LAYERS = {
     "mqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=1), **o}),
 }
 POSITIONS = ["none", "rotary", "relative"]
+SOURCES = ["context", "memory"]
 every_layer = pytest.mark.parametrize("make", LAYERS.values(), ids=LAYERS.keys())
 every_position = pytest.mark.parametrize("positions", POSITIONS)
 
@@ -128,6 +131,77 @@ def test_rows_that_see_nothing_give_zeros_and_finite_gradients_for_three_steps(m
 
 @every_layer
 @every_position
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("least", [-torch.inf, torch.finfo(torch.float32).min, torch.finfo(torch.float16).min, -1e9])
+def test_additive_masks_of_whole_rows_stay_finite_in_every_dtype(make, positions, dtype, least):
+    module = make(positions=positions, causal=False).to(dtype)
+    mask = torch.zeros(6, 6)
+    mask[0], mask[1, 1] = least, least
+    x = inputs(dtype=dtype).requires_grad_()
+    for autocast in (False, True):
+        with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+            y = module(x, attn_mask=mask)
+        (grad,) = torch.autograd.grad(y.sum(), x)
+        assert torch.isfinite(y).all()
+        assert torch.isfinite(grad).all()
+        assert y[:, 0].eq(0).all() or least != -torch.inf
+
+
+@every_layer
+@every_position
+def test_a_learned_additive_mask_has_gradients(make, positions):
+    module, x = make(positions=positions).double(), inputs(length=3).requires_grad_()
+    mask = torch.randn(2 * module.n_heads, 3, 3, dtype=torch.float64, requires_grad=True)
+    assert torch.autograd.gradcheck(lambda x, mask: module(x, attn_mask=mask), (x, mask), fast_mode=True)
+
+
+@every_layer
+@every_position
+def test_gradients_of_the_whole_layer_pass_gradcheck(make, positions):
+    module, x, memory = make(positions=positions).double(), inputs(1, 4).requires_grad_(), inputs(1, 2).requires_grad_()
+    names, parameters = zip(*module.named_parameters(), strict=True)
+    padding = torch.tensor([[True, False, False, True, False, False]])
+
+    def function(x, memory, *parameters):
+        arguments = dict(memory=memory, key_padding_mask=padding)
+        return torch.func.functional_call(module, dict(zip(names, parameters, strict=True)), (x,), arguments)
+
+    assert torch.autograd.gradcheck(function, (x, memory, *parameters), fast_mode=True)
+
+
+@every_layer
+@every_position
+def test_training_repeats_bit_for_bit(make, positions):
+    start, x, memory = make(positions=positions), inputs(dtype=torch.float32), inputs(dtype=torch.float32)
+
+    def train():
+        module = copy.deepcopy(start)
+        optimizer = torch.optim.Adam(module.parameters(), lr=0.1)
+        for _ in range(3):
+            module(x, memory=memory).square().sum().backward()
+            optimizer.step()
+            optimizer.zero_grad()
+        return torch.cat([parameter.detach().flatten() for parameter in module.parameters()])
+
+    torch.use_deterministic_algorithms(True)
+    try:
+        first = train()
+        assert all(torch.equal(train(), first) for _ in range(20))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@every_layer
+@every_position
+@pytest.mark.parametrize("causal", [True, False])
+def test_an_empty_context_gives_zeros_and_empty_memory_changes_nothing(make, positions, causal):
+    module, x = make(positions=positions, causal=causal).double(), inputs()
+    assert module(x, context=x[:, :0]).eq(0).all()
+    assert relative_error(module(x, memory=x[:, :0]), module(x)) < 1e-14
+
+
+@every_layer
+@every_position
 def test_mixed_dtypes_run_outside_autocast_and_inside(make, positions):
     module = make(positions=positions)
     x = inputs(dtype=torch.float32)
@@ -141,6 +215,23 @@ def test_mixed_dtypes_run_outside_autocast_and_inside(make, positions):
             assert relative_error(y, exact) < 0.05
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert module(x).dtype == torch.bfloat16
+
+
+@every_layer
+@every_position
+def test_context_and_memory_may_have_other_dtypes_outside_autocast_and_inside(make, positions):
+    module, x = make(positions=positions), inputs(dtype=torch.float32)
+    other = inputs(dtype=torch.float32)
+    exact = {name: copy.deepcopy(module).double()(x.double(), **{name: other.double()}) for name in SOURCES}
+    dtypes = [torch.float32, torch.bfloat16, torch.float16]
+    for module_dtype, x_dtype, dtype in itertools.product(dtypes, repeat=3):
+        mixed = copy.deepcopy(module).to(module_dtype)
+        for name, expected in exact.items():
+            for autocast in (False, True):
+                with torch.autocast("cpu", dtype=torch.bfloat16, enabled=autocast):
+                    y = mixed(x.to(x_dtype), **{name: other.to(dtype)})
+                y.sum().backward()
+                assert relative_error(y, expected) < 0.05
 
 
 @every_layer
@@ -201,6 +292,19 @@ def test_gradient_checkpointing_changes_no_gradient(make, positions, use_reentra
     y.backward(cotangent)
     for a, tensor in zip(plain, tensors, strict=True):
         assert relative_error(tensor.grad, a) < 1e-13
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "positions"), [("switchhead", "rotary"), ("switchhead", "relative"), ("gqa", "relative")]
+)
+def test_ten_lengths_compile_at_most_twice(kind, positions):
+    torch.compiler.reset()
+    counter = CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(LAYERS[kind](positions=positions), fullgraph=True, backend=counter)
+    for length in (5, 9, 17, 6, 30, 12, 64, 33, 7, 21):
+        compiled(inputs(length=length, dtype=torch.float32).requires_grad_()).sum().backward()
+    assert counter.frame_count <= 2
 
 
 def assert_compiled_equals_eager(module, backend):
@@ -320,7 +424,9 @@ def test_bad_inputs_are_named(make):
     cases = [
         (lambda: module(x[0]), r"x must be \[batch, length, d_model=12\]"),
         (lambda: module(x[..., :5]), r"d_model=12"),
-        (lambda: module(x.long()), "must be floating point"),
+        (lambda: module(x.long()), "x must be floating point"),
+        (lambda: module(x, context=x.long()), "context must be floating point"),
+        (lambda: module(x, memory=x.long()), "memory must be floating point"),
         (lambda: module(x, memory=x, context=x), "exclude each other"),
         (lambda: module(x, memory=x[:1]), r"memory must be \[2, length, 12\]"),
         (lambda: module(x, key_padding_mask=torch.zeros(2, 5, dtype=torch.bool)), r"boolean \[2, 6\]"),
@@ -329,6 +435,7 @@ def test_bad_inputs_are_named(make):
         (lambda: module(x, attn_mask=torch.zeros(6, 6, dtype=torch.long)), r"attn_mask must be boolean"),
         (lambda: module(x, cache=GrowingCache()), "need position_ids"),
         (lambda: module(x, position_ids=torch.arange(5)), r"position_ids must be \[6\]"),
+        (lambda: module(x, position_ids=torch.arange(6).expand(3, 6)), r"\[2 or 1, 6\]; got \(3, 6\)"),
     ]
     for call, message in cases:
         with pytest.raises(ValueError, match=message):

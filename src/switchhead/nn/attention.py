@@ -9,6 +9,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from switchhead.nn.positions import Rotary
+from switchhead.ops.dtypes import concatenate
 
 
 class Cache(Protocol):
@@ -30,13 +31,14 @@ def check_input(x: Tensor, d_model: int, context: Tensor | None, memory: Tensor 
     """Refuse what the layer cannot mean."""
     if x.ndim != 3 or x.shape[-1] != d_model:
         raise ValueError(f"x must be [batch, length, d_model={d_model}]; got {tuple(x.shape)}")
-    if not x.is_floating_point():
-        raise ValueError(f"x must be floating point; got {x.dtype} (embed token ids first)")
     if context is not None and memory is not None:
         raise ValueError("context and memory exclude each other: cross-attention has no previous chunk")
     for name, other in (("context", context), ("memory", memory)):
         if other is not None and (other.ndim != 3 or other.shape[0] != x.shape[0] or other.shape[-1] != d_model):
             raise ValueError(f"{name} must be [{x.shape[0]}, length, {d_model}] beside x; got {tuple(other.shape)}")
+    for name, tensor in (("x", x), ("context", context), ("memory", memory)):
+        if tensor is not None and not tensor.is_floating_point():
+            raise ValueError(f"{name} must be floating point; got {tensor.dtype} (embed token ids first)")
 
 
 def check_packing(*, causal: bool, relative: bool, **others: object) -> None:
@@ -54,7 +56,7 @@ def key_value_source(
     """What keys and values are made of: the context, or the input behind its memory."""
     if context is not None:
         return context
-    return x if memory is None else torch.cat([memory.to(x.dtype), x], dim=1)
+    return x if memory is None else concatenate([memory.to(x.dtype), x], dim=1)
 
 
 def merge_heads(y: Float[Tensor, "batch heads T d"]) -> Float[Tensor, "tokens heads d"]:
@@ -76,14 +78,16 @@ def rotate_queries_and_keys(
 
     Widths may be padded beyond d_head, which says how many channels rotate.
     """
-    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    batch, n_queries, n_keys = q.shape[0], q.shape[-2], k.shape[-2]
     if position_ids is None:
         if cached:
             raise ValueError("rotary positions with a cache need position_ids: where the new tokens stand is not known")
         first = 0 if crossed else n_keys - n_queries
         position_ids = torch.arange(first, first + n_queries, device=q.device)
-    elif position_ids.ndim not in (1, 2) or position_ids.shape[-1] != n_queries:
-        raise ValueError(f"position_ids must be [{n_queries}] or [batch, {n_queries}]; got {tuple(position_ids.shape)}")
+    elif position_ids.shape not in ((n_queries,), (1, n_queries), (batch, n_queries)):
+        raise ValueError(
+            f"position_ids must be [{n_queries}] or [{batch} or 1, {n_queries}]; got {tuple(position_ids.shape)}"
+        )
     q_table = rotary.table(position_ids, d_head, q.dtype)
     if crossed:
         k_table = rotary.table(torch.arange(n_keys, device=k.device), d_head, k.dtype)

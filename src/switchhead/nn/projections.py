@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
@@ -17,7 +16,7 @@ from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.positions import relative_distances, sinusoids
 from switchhead.nn.router import Router, stack_routers, unstack_routing
-from switchhead.ops.dtypes import cast_together
+from switchhead.ops.dtypes import cast_together, concatenate
 from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import moe_linear
 from switchhead.ops.widths import aligned_width, pad, pad_width
@@ -74,7 +73,7 @@ def project_positions(projection: Linear, q: Tensor, k: Tensor, *, causal: bool)
 
 def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:
     """Weights of all heads, each padded to an aligned width."""
-    weights = torch.cat([projection.weight for projection in projections]).unflatten(0, (-1, d_head))  # [H, d, D]
+    weights = concatenate([projection.weight for projection in projections]).unflatten(0, (-1, d_head))  # [H, d, D]
     padding = (0, x.shape[-1] - weights.shape[-1], 0, aligned_width(d_head, x.device) - d_head)
     return pad(weights, padding).flatten(0, 1)
 

@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from switchhead.ops.dtypes import cast_together
 from switchhead.ops.widths import aligned_width, pad_width
 
 
@@ -36,7 +37,8 @@ def attend(
     Plain causal attention carries no mask, so that the fastest kernel stays available.
 
     Args:
-        q, k, v: queries, keys and values; each key and value head serves `heads / kv_heads` query heads.
+        q, k, v: queries, keys and values, in any mix of floating dtypes; each key and value head serves
+            `heads / kv_heads` query heads.
         scale: multiplies the content scores.
         causal: queries, aligned to the last keys, see no later ones.
         key_padding_mask: True = ignore the key.
@@ -47,7 +49,7 @@ def attend(
         ValueError: a mask of another shape or dtype.
     """
     n_queries, n_keys, width = q.shape[-2], k.shape[-2], v.shape[-1]
-    q, k, v = (pad_width(t, aligned_width(t.shape[-1], t.device)) for t in (q, k, v))
+    q, k, v = (pad_width(t, aligned_width(t.shape[-1], t.device)) for t in cast_together(q, k, v))
     gqa = q.shape[1] != k.shape[1]
     masked = not (key_padding_mask is None and attn_mask is None and bias is None)
     if not masked and (not causal or n_queries == 1 or n_queries == n_keys):
@@ -89,10 +91,10 @@ def _combine_masks(
         if attn_mask.dtype == torch.bool:
             blocked = blocked | attn_mask
         else:
-            minus_infinity = attn_mask == -torch.inf
-            blocked = blocked | minus_infinity
-            finite = attn_mask.masked_fill(minus_infinity, 0.0).to(q.dtype)
-            added = finite if added is None else added + finite
+            added = attn_mask.to(q.dtype) if added is None else added + attn_mask.to(q.dtype)
+            unreachable = added == -torch.inf  # asked here: the least float32 is minus infinity in 16 bits
+            blocked = blocked | unreachable
+            added = added.masked_fill(unreachable, 0.0)
     return blocked, added
 
 

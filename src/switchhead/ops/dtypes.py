@@ -1,5 +1,6 @@
 """Which dtype a matmul runs in."""
 
+from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
@@ -24,6 +25,12 @@ def cast_together(*operands: Tensor) -> tuple[Tensor, ...]:
     """The operands, each in their common compute dtype."""
     dtype = compute_dtype(*operands)
     return tuple(operand.to(dtype) for operand in operands)
+
+
+def concatenate(tensors: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """`torch.cat` in the promotion of the dtypes; autocast's own refuses one 16-bit dtype inside the other."""
+    with without_autocast(tensors[0].device):
+        return torch.cat(list(tensors), dim)
 
 
 def at_least_float32(dtype: torch.dtype) -> torch.dtype:
