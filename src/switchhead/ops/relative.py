@@ -35,11 +35,11 @@ def relative_attention(
 
         score(i, j) = scale * ((q_i + content_bias) . k_j + (q_i + position_bias) . r[pos(j) - pos(i)])
 
-    Queries are aligned to the last keys: pos(i) = S - T + i, so the first S - T keys are memory.
+    Queries are aligned to the last keys: pos(i) = S - T + i, so with S > T the first S - T keys are memory.
 
     Args:
         q: `[B, H, T, d]`.
-        k, v: `[B, Hk, S, d]`, S >= T; each key head serves H / Hk query heads.
+        k, v: `[B, Hk, S, d]`; each key head serves H / Hk query heads. The kernels need S >= T.
         r: `[H, P, d]`, projected positions; row p is distance `p - (S - 1)` (source minus query, negative = past).
             P = S suffices with `causal`, otherwise P = S + T - 1.
         content_bias, position_bias: `[H, d]`, added to the queries of one kind of scores.
@@ -58,7 +58,7 @@ def relative_attention(
     """
     _check(q, k, v, r, scale, causal, key_padding_mask)
     q, k, v, r = cast_together(q, k, v, r)
-    obstacle = triton_obstacle(q) if attn_mask is None else "the kernels take no attn_mask"
+    obstacle = triton_obstacle(q, k) if attn_mask is None else "the kernels take no attn_mask"
     if backend == "auto":
         backend = "triton" if q.is_cuda and obstacle is None else "reference"
     if backend not in ("reference", "triton"):
@@ -81,8 +81,10 @@ def relative_attention(
     return attend(q, k, v, scale=scale, bias=bias, **masks)
 
 
-def triton_obstacle(q: Tensor) -> str | None:
-    """Why the fused kernel cannot run on queries like q; None where it can."""
+def triton_obstacle(q: Tensor, k: Tensor) -> str | None:
+    """Why the fused kernel cannot run on queries and keys like these; None where it can."""
+    if k.shape[-2] < q.shape[-2]:
+        return f"the kernels need a key for every query, not S = {k.shape[-2]} keys for T = {q.shape[-2]} queries"
     if q.shape[-1] > 256:
         return f"the kernels take heads of at most 256 channels, not {q.shape[-1]}"
     return availability.triton_obstacle(q.device, q.dtype)
@@ -133,8 +135,6 @@ def _check(
         raise ValueError(f"{heads} query heads do not divide among {key_heads} key heads; H must be a multiple of Hk")
     if not isinstance(scale, Tensor) and scale <= 0:
         raise ValueError(f"scale={scale} must be positive (a learned tensor may be anything)")
-    if n_keys < n_queries:
-        raise ValueError(f"S = {n_keys} keys for T = {n_queries} queries: S >= T is needed (memory first, then x)")
     needed = n_keys if causal else n_keys + n_queries - 1
     if r.ndim != 3 or r.shape[0] != heads or r.shape[2] != width or r.shape[1] < needed:
         raise ValueError(

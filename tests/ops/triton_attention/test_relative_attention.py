@@ -171,20 +171,25 @@ def test_compiles_whole_and_once_for_many_lengths(device):
     assert torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (dict(queries=42), "S >= T"),
-        (dict(heads=3, key_heads=2), "multiple of Hk"),
-    ],
-)
-def test_shapes_that_do_not_fit_are_refused(change, message, device):
-    (q, k, v, r), _ = inputs(**{"queries": 20, **change}, device=device)
-    with pytest.raises(ValueError, match=message):
-        relative_attention(q, k, v, r, scale=0.3)
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize("keys", [0, 1, 4])
+def test_fewer_keys_than_queries_run_without_the_kernel_alone(keys, causal, device):
+    (q, k, v, r), _ = inputs(queries=6, keys=keys, causal=causal, device=device)
+    scores = torch.full((2, 1, 6, keys), -torch.inf, dtype=q.dtype, device=device)
+    for i in range(6):
+        for j in range(keys if not causal else max(keys - 6 + i + 1, 0)):
+            scores[..., i, j] = 0.3 * (q[:, :, i] * (k[:, :, j] + r[:, 5 - i + j])).sum(-1)
+    expected = scores.softmax(-1).nan_to_num() @ v
+    found = relative_attention(q, k, v, r, scale=0.3, causal=causal)
+    torch.testing.assert_close(found, expected)
+    with pytest.raises(ValueError, match=f"S = {keys} keys for T = 6 queries"):
+        relative_attention(*(x.float() for x in (q, k, v, r)), scale=0.3, causal=causal, backend="triton")
 
 
 def test_arguments_that_do_not_fit_are_refused(device):
+    (q, k, v, r), _ = inputs(heads=3, key_heads=2, device=device)
+    with pytest.raises(ValueError, match="multiple of Hk"):
+        relative_attention(q, k, v, r, scale=0.3)
     (q, k, v, r), _ = inputs(device=device)
     with pytest.raises(ValueError, match="P >= 60"):
         relative_attention(q, k, v, r, scale=0.3, causal=False)
