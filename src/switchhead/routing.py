@@ -42,6 +42,11 @@ class Routing:
                 "Routing needs gates and expert_indices of one shape [tokens, heads, k]; got gates "
                 f"{tuple(self.gates.shape)} and expert_indices {tuple(self.expert_indices.shape)}"
             )
+        if not self.gates.is_floating_point() or self.expert_indices.dtype not in (torch.int32, torch.int64):
+            raise ValueError(
+                "Routing needs floating point gates and int32 or int64 expert_indices; got "
+                f"{self.gates.dtype} and {self.expert_indices.dtype}"
+            )
 
     @property
     def n_heads(self) -> int:

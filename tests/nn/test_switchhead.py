@@ -37,10 +37,10 @@ def test_every_subset_of_expert_projections_matches_the_papers_loops(experts, sh
 
 
 @pytest.mark.parametrize("positions", ["none", Rotary(fraction=0.5), Rotary(fraction=0.9, base=100.0), "relative"])
-@pytest.mark.parametrize("source", ["self", "memory", "context"])
+@pytest.mark.parametrize("source", [None, ("memory", 3), ("context", 3), ("context", 5), ("context", 2)])
 @pytest.mark.parametrize("causal", [True, False])
 def test_positions_memory_and_context_match_the_papers_loops(positions, source, causal):
-    inputs = {} if source == "self" else {source: torch.randn(2, 3, 10, dtype=torch.float64)}
+    inputs = {source[0]: torch.randn(2, source[1], 10, dtype=torch.float64)} if source else {}
     agrees(layer(positions=positions, causal=causal), torch.randn(2, 3, 10, dtype=torch.float64), **inputs)
 
 
@@ -51,14 +51,25 @@ def test_padding_and_queries_that_see_nothing_match_the_papers_loops():
     assert module(x, key_padding_mask=padding)[0, :2].eq(0).all()
 
 
+@pytest.mark.parametrize("experts", ["vo", "qkvo"])
+@pytest.mark.parametrize("source", ["memory", "context"])
+def test_shared_selection_and_padding_beside_a_source_match_the_papers_loops(source, experts):
+    module = layer(shared_selection=True, expert_projections=experts, positions="relative")
+    x, other = torch.randn(2, 3, 10, dtype=torch.float64), torch.randn(2, 4, 10, dtype=torch.float64)
+    padding = torch.zeros(2, 7 if source == "memory" else 4, dtype=torch.bool)
+    padding[0, :3] = padding[1, -1] = True
+    agrees(module, x, **{source: other}, key_padding_mask=padding)
+
+
 def test_softmax_gating_matches_the_papers_loops():
     module, x = layer(gating="softmax"), torch.randn(1, 4, 10, dtype=torch.float64)
     assert relative_error(module(x), switchhead_reference(module, x, softmax_gating=True)) < 1e-12
 
 
-@pytest.mark.parametrize("experts", ["vo", "v", "qkvo"])
-def test_a_single_expert_is_plain_projections_with_an_output_gate(experts):
-    module = layer(n_experts=1, k=1, expert_projections=experts)
+@pytest.mark.parametrize("shared", [False, True])
+@pytest.mark.parametrize("experts", SUBSETS)
+def test_a_single_expert_is_plain_projections_with_an_output_gate(experts, shared):
+    module = layer(n_experts=1, k=1, expert_projections=experts, shared_selection=shared)
     x = torch.randn(1, 4, 10, dtype=torch.float64)
     agrees(module, x)
     assert module.source_router is None
@@ -137,6 +148,7 @@ def test_the_cache_holds_two_vectors_a_head_whatever_the_number_of_experts():
         (dict(expert_projections="vv"), "expert_projections='vv'"),
         (dict(gating="hard"), "gating='hard' is unknown"),
         (dict(expert_dropout=1.0), r"expert_dropout=1.0 must be"),
+        (dict(gating="hard", expert_projections=""), "gating='hard' is unknown"),
     ],
 )
 def test_bad_constructor_arguments_are_named(options, message):

@@ -169,12 +169,14 @@ def test_bad_arguments_are_named():
         moe_linear(x.to("meta"), weight, routing, reduce="k")
     with pytest.raises(ValueError, match="one shape"):
         Routing(routing.gates, routing.expert_indices[:, :1], 5)
+    with pytest.raises(ValueError, match="floating point gates and int32 or int64"):
+        Routing(routing.gates, routing.gates, 5)
 
 
 def test_auto_gives_a_reason_and_runs_what_it_names():
     x, weight, routing = operands()
     choice = choose_backend(x, weight, routing)
     assert choice.backend in BACKENDS
-    assert choice.reason
+    assert "4 x 6" in choice.reason  # E / k would be high enough
     auto = moe_linear(x, weight, routing, reduce="k")
     assert torch.equal(auto, moe_linear(x, weight, routing, reduce="k", backend=choice.backend))

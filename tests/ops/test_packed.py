@@ -77,6 +77,8 @@ def test_compiles_whole():
 
 def test_bad_input_is_refused():
     q, k, v = tensors()
+    with pytest.raises(ValueError, match=r"\[batch, T\]; got \(17,\)"):
+        document_boundaries(torch.arange(17))
     cu_seqlens = document_boundaries(positions())
     with pytest.raises(ValueError, match="int32"):
         packed_attention(q, k, v, cu_seqlens=cu_seqlens.long(), scale=1.0)

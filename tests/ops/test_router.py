@@ -82,3 +82,9 @@ def test_bad_arguments_are_named():
         route(x, weight, 5)
     with pytest.raises(ValueError, match="gating='hard' is unknown"):
         route(x, weight, 2, gating="hard")
+    with pytest.raises(ValueError, match=r"\[heads, experts, d_model\]; got \(4, 8\)"):
+        route(x, weight[0], 2)
+    with pytest.raises(ValueError, match="x and weight must be floating point"):
+        route(x.long(), weight, 2)
+    with pytest.raises(ValueError, match=r"dropped must be boolean \[5, 2, 4\]"):
+        route(x, weight, 2, dropped=torch.zeros(5, 4, dtype=torch.bool))

@@ -9,6 +9,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from switchhead.nn.init import normal_
+from switchhead.ops.dtypes import concatenate
 from switchhead.ops.router import Gating, route
 from switchhead.ops.widths import pad_width
 from switchhead.routing import Routing
@@ -39,12 +40,7 @@ class Router(nn.Module):
         init_scale: float = 1.0,
     ) -> None:
         super().__init__()
-        if not 1 <= k <= n_experts:
-            raise ValueError(f"k={k} must be between 1 and n_experts={n_experts}")
-        if gating not in ("sigmoid", "softmax"):
-            raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
-        if not 0.0 <= expert_dropout < 1.0:
-            raise ValueError(f"expert_dropout={expert_dropout} must be at least 0 and below 1")
+        check_choice(n_experts=n_experts, k=k, gating=gating, expert_dropout=expert_dropout)
         self.gating: Gating = gating
         self.k, self.expert_dropout, self.init_scale = k, expert_dropout, init_scale
         self.weight = nn.Parameter(torch.empty(n_heads, n_experts, d_model))
@@ -70,10 +66,20 @@ class Router(nn.Module):
         return f"d_model={d_model}, n_heads={heads}, n_experts={experts}, k={self.k}, gating={self.gating!r}"
 
 
+def check_choice(*, n_experts: int, k: int, gating: str, expert_dropout: float) -> None:
+    """Refuse what a router cannot do."""
+    if not 1 <= k <= n_experts:
+        raise ValueError(f"k={k} experts cannot be chosen out of n_experts={n_experts}; use 1 <= k <= n_experts")
+    if gating not in ("sigmoid", "softmax"):
+        raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
+    if not 0.0 <= expert_dropout < 1.0:
+        raise ValueError(f"expert_dropout={expert_dropout} must be at least 0 and below 1")
+
+
 def stack_routers(x: Float[Tensor, "tokens wide"], routers: Sequence[Router]) -> tuple[Tensor, Tensor | None]:
     """Weights `[H of all, E, wide]` of routers that run together, and which experts are dropped."""
     first = routers[0]
-    weight = torch.cat([router.weight for router in routers]) if len(routers) > 1 else first.weight
+    weight = concatenate([router.weight for router in routers]) if len(routers) > 1 else first.weight
     weight = pad_width(weight, x.shape[-1])
     dropped = None
     if first.training and first.expert_dropout > 0:

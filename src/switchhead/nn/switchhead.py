@@ -27,7 +27,7 @@ from switchhead.nn.projections import (
     project_output,
     project_positions,
 )
-from switchhead.nn.router import Router
+from switchhead.nn.router import Router, check_choice
 from switchhead.ops.attention import Masks, attend
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.packed import packed_attention
@@ -86,20 +86,15 @@ class SwitchHeadAttention(nn.Module):
     ) -> None:
         super().__init__()
         check_sizes(d_model=d_model, n_heads=n_heads, n_experts=n_experts, d_head=d_head, k=k)
-        if k > n_experts:
-            raise ValueError(f"k={k} experts cannot be chosen out of n_experts={n_experts}; use k <= n_experts")
+        check_choice(n_experts=n_experts, k=k, gating=gating, expert_dropout=expert_dropout)
         if sorted(expert_projections) != sorted(set(expert_projections) & set("qkvo")):
             raise ValueError(f"expert_projections={expert_projections!r} must be distinct letters out of 'qkvo'")
-        self.d_model, self.n_heads, self.n_experts, self.d_head, self.k = (
-            d_model,
-            n_heads,
-            n_experts,
-            d_head,
-            k,
-        )
+        self.d_model, self.n_heads, self.d_head = d_model, n_heads, d_head
+        self.n_experts, self.k = n_experts, k
         self.causal, self.init_scale = causal, init_scale
         self.positions = as_positions(positions, d_head)
-        self.expert_projections = experts = expert_projections if n_experts > 1 else "o" * ("o" in expert_projections)
+        possible = "qkvo" if n_experts > 1 else "o"
+        self.expert_projections = experts = "".join(name for name in possible if name in expert_projections)
 
         def projection(name: str) -> Linear | MoELinear:
             sizes = (n_heads * d_head, d_model) if name == "o" else (d_model, n_heads * d_head)

@@ -83,8 +83,13 @@ def choose_backend(x: Tensor, weight: Tensor, routing: Routing) -> Choice:
         if obstacle is None:
             return Choice("triton", "a CUDA device that runs the kernels")
         return Choice("gated", f"{obstacle}; computing all experts needs no word from the device to the host")
-    if ratio < _GROUPED_RATIO or weight.shape[2] * weight.shape[3] < _GROUPED_SIZE:
+    d_in, d_out = weight.shape[2:]
+    if ratio < _GROUPED_RATIO:
         return Choice("gated", f"E / k = {ratio:.2f}: computing all experts costs less than gathering rows of so few")
+    if d_in * d_out < _GROUPED_SIZE:
+        return Choice(
+            "gated", f"experts of {d_in} x {d_out}: computing all of them costs less than gathering their rows"
+        )
     return Choice("grouped", f"E / k = {ratio:.2f}: computing only the chosen experts saves more than gathers cost")
 
 

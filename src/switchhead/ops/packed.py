@@ -18,8 +18,10 @@ def document_boundaries(position_ids: Int[Tensor, "batch T"]) -> Int[Tensor, " d
     A row begins a document even if its first position is not 0 (the rest of one that was cut). The number of documents
     is read from the data: call this where batches are made, not inside the model, where a GPU would have to wait.
     """
+    if position_ids.ndim != 2:
+        raise ValueError(f"position_ids must be [batch, T]; got {tuple(position_ids.shape)}")
     starts = position_ids == 0
-    starts[:, 0] = True
+    starts[:, :1] = True
     return F.pad(starts.flatten().nonzero().flatten(), (0, 1), value=starts.numel()).to(torch.int32)
 
 

@@ -40,11 +40,19 @@ def route(
     Raises:
         ValueError: k or an option that cannot be, or a backend that cannot run here.
     """
-    _, experts, d_model = weight.shape
+    if weight.ndim != 3:
+        raise ValueError(f"weight must be [heads, experts, d_model]; got {tuple(weight.shape)}")
+    heads, experts, d_model = weight.shape
     if not 1 <= k <= experts:
         raise ValueError(f"k={k} experts cannot be chosen out of {experts}; use 1 <= k <= {experts}")
     if x.ndim != 2 or x.shape[1] != d_model:
         raise ValueError(f"x must be [tokens, {d_model}] for this router; got {tuple(x.shape)}")
+    if not (x.is_floating_point() and weight.is_floating_point()):
+        raise ValueError(f"x and weight must be floating point; got {x.dtype} and {weight.dtype}")
+    if dropped is not None and (dropped.dtype != torch.bool or dropped.shape != (x.shape[0], heads, experts)):
+        raise ValueError(
+            f"dropped must be boolean [{x.shape[0]}, {heads}, {experts}]; got {dropped.dtype} {tuple(dropped.shape)}"
+        )
     if gating not in ("sigmoid", "softmax"):
         raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
     if backend not in ("auto", "reference", "triton"):
