@@ -1,10 +1,11 @@
+import itertools
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
 
-from switchhead import MultiHeadAttention, SwitchHeadAttention
+from switchhead import MultiHeadAttention, Rotary, SwitchHeadAttention
 from switchhead.convert import from_authors, to_authors
 from switchhead.convert.authors import KINDS
 from tests.helpers import relative_error
@@ -51,15 +52,22 @@ def test_values_return_to_the_authors_layout_unchanged(path):
     assert set(file["param/"]) - set(back) <= {"s_bias"}
 
 
+SUBSETS = ["".join(s) for n in range(5) for s in itertools.combinations("qkvo", n)]
+
+
 def random_layers():
     sizes = dict(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2)
     yield "switchhead_rope", SwitchHeadAttention(**{**sizes, "n_experts": 1, "k": 1}, positions="rotary")
-    for experts in ("", "q", "k", "v", "o", "qk", "qkv", "kvo", "qkvo"):
-        for shared in (False, True):
-            yield (
-                "research_xl",
-                SwitchHeadAttention(**sizes, positions="relative", expert_projections=experts, shared_selection=shared),
+    yield "switchhead_xl", SwitchHeadAttention(**{**sizes, "n_experts": 1, "k": 1}, positions="relative")
+    yield "switchhead_rope", SwitchHeadAttention(**sizes, positions=Rotary(fraction=1.0))
+    for experts in SUBSETS:
+        for shared in (False, True) if {"v", "o"} <= set(experts) else (False,):
+            layer = SwitchHeadAttention(
+                **sizes, positions="relative", expert_projections=experts, shared_selection=shared
             )
+            yield "research_xl", layer
+    one = dict(n_experts=1, k=1, expert_projections="o")
+    yield "research_xl", SwitchHeadAttention(**{**sizes, **one}, positions="relative")
     yield "research_dense_xl", MultiHeadAttention(d_model=16, n_heads=2, d_head=6, positions="relative")
 
 
@@ -70,14 +78,47 @@ def test_to_authors_and_from_authors_are_inverse(kind, layer):
     layer.authors_kind = kind
     if kind == "research_dense_xl":
         meta = dict(state_size=16, n_heads=2, projection_size=6)
-    elif kind == "switchhead_rope":
-        meta = dict(d_model=16, n_heads=2, n_experts=1, d_head=6, moe_k=1)
+    elif kind.startswith("switchhead"):
+        meta = dict(d_model=16, n_heads=2, n_experts=layer.n_experts, d_head=6, moe_k=layer.k)
+        if kind == "switchhead_rope":
+            meta["rotate_fraction"] = layer.positions.fraction
     else:
-        meta = dict(state_size=16, n_heads=2, n_experts=3, projection_size=6, moe_k=2, same_sel=layer.shared_selection)
+        meta = dict(state_size=16, n_heads=2, n_experts=layer.n_experts, projection_size=6, moe_k=layer.k)
+        meta["same_sel"] = layer.shared_selection
         meta |= {f"{p}_expert": p in layer.expert_projections for p in "qkvo"}
     again = from_authors(kind, to_authors(layer), **meta)
     x = torch.randn(2, 5, 16)
     assert torch.equal(again(x), layer(x))
+
+
+# Which selection each expert projection of a research layer uses: q that of o, k that of v where these have experts,
+# with same_sel v that of o.
+SELECTIONS = {
+    "q": {"q"}, "k": {"k"}, "v": {"v"}, "o": {"o"}, "qk": {"q", "k"}, "qo": {"o"}, "kv": {"v"}, "qv": {"q", "v"},
+    "ko": {"o", "k"}, "qkv": {"q", "v"}, "qko": {"o", "k"}, "": set(),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("same", [False, True])
+@pytest.mark.parametrize(
+    ("experts", "selections"), [*SELECTIONS.items(), *((e, {"o", "v"}) for e in ("vo", "qvo", "kvo", "qkvo"))]
+)
+def test_research_layers_select_as_the_authors_do(experts, selections, same):
+    if {"v", "o"} <= set(experts) and same:
+        selections = {"o"}
+    shape = {"o": (16, 12)}
+    params = {
+        f"projections.{p}": torch.randn(6, *((6, 16) if p == "o" else (16, 6)))
+        if p in experts
+        else torch.randn(shape.get(p, (12, 16)))
+        for p in "qkvo"
+    }
+    params |= {f"selections.{p}": torch.randn(6, 16) for p in selections} | {"pos_to_pk": torch.randn(12, 16)}
+    meta = dict(state_size=16, n_heads=2, n_experts=3, projection_size=6, moe_k=2, same_sel=same)
+    layer = from_authors("research_xl", params, **meta, **{f"{p}_expert": p in experts for p in "qkvo"})
+    back = to_authors(layer)
+    assert set(back) == set(params)
+    assert all(torch.equal(back[name], params[name]) for name in params)
 
 
 def test_single_expert_layer_has_the_documented_layout():
@@ -107,5 +148,19 @@ def test_faults_are_named():
         from_authors("switchhead_rope", params, **{**meta, "n_experts": 4})
     with pytest.raises(ValueError, match="no gradient"):
         to_authors(layer, grad=True)
+    sizes = dict(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2)
     with pytest.raises(ValueError, match="no layer like this"):
-        to_authors(SwitchHeadAttention(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2))
+        to_authors(SwitchHeadAttention(**sizes))
+    shared = dict(positions="relative", expert_projections="ko", shared_selection=True)
+    with pytest.raises(ValueError, match="no layer like this"):
+        to_authors(SwitchHeadAttention(**sizes, **shared))
+    meta = dict(state_size=16, n_heads=2, n_experts=1, projection_size=6, moe_k=1)
+    with pytest.raises(ValueError, match="gates its single expert in each of 'qkvo'"):
+        from_authors("research_xl", {}, **meta)
+
+
+def test_the_order_of_expert_projections_does_not_matter():
+    layer = SwitchHeadAttention(
+        d_model=16, n_heads=2, n_experts=3, d_head=6, k=2, positions="rotary", expert_projections="ov"
+    )
+    assert set(to_authors(layer)) == {"q.weight", "k.weight", "v", "o", "sel_v", "sel_o"}

@@ -40,10 +40,11 @@ def from_authors(
         causal: whether the layer is to mask later keys; the authors pass masks from outside.
         **meta: constructor arguments by the authors' names: `d_model, n_heads, n_experts, d_head, moe_k,
             rotate_fraction` (0.5), or `state_size, n_heads, n_experts, projection_size, moe_k,
-            {q,k,v,o}_expert` (True), `same_sel` (False).
+            {q,k,v,o}_expert` (True), `same_sel` (False; as theirs, without effect unless v and o both have experts).
 
     Raises:
-        ValueError: unknown kind or meta key, a missing or unexpected parameter, or a shape that does not fit.
+        ValueError: unknown kind or meta key, a missing or unexpected parameter, a shape that does not fit, or a
+            research layer with one gated expert in q, k or v, which ours leaves ungated.
     """
     layer: Any = _build(kind, causal, {name: _plain(value) for name, value in meta.items()})
     layer.authors_kind = kind  # research and stand-alone layers differ in names alone
@@ -74,7 +75,9 @@ def from_authors(
 def to_authors(module: SwitchHeadAttention | MultiHeadAttention, grad: bool = False) -> dict[str, Tensor]:
     """The layer's parameters, or their gradients, by the authors' names and layouts.
 
-    A parameter without a gradient is an error, since a missing one would look like a zero.
+    Raises:
+        ValueError: the authors have no such layer, or a parameter has no gradient (a missing one would look like a
+            zero).
     """
     kind = getattr(module, "authors_kind", None) or _nearest_kind(module)
     tensors = {}
@@ -93,12 +96,11 @@ def _nearest_kind(module: nn.Module) -> str:
         if module.n_kv_heads == module.n_heads:
             return "research_dense_xl"
     elif isinstance(module, SwitchHeadAttention) and positions is not None:
-        standalone = (
-            module.expert_projections == ("vo" if module.n_experts > 1 else "o") and not module.shared_selection
-        )
+        experts = module.expert_projections
+        standalone = experts == ("vo" if module.n_experts > 1 else "o") and not module.shared_selection
         if standalone:
             return "switchhead_rope" if isinstance(positions, Rotary) else "switchhead_xl"
-        if isinstance(positions, Relative):
+        if isinstance(positions, Relative) and (not module.shared_selection or {"v", "o"} <= set(experts)):
             return "research_xl"
     raise ValueError(f"the authors have no layer like this one: {module}")
 
@@ -129,13 +131,19 @@ def _build(kind: str, causal: bool, meta: dict) -> SwitchHeadAttention | MultiHe
     if kind == "research_dense_xl":
         layer = MultiHeadAttention(**sizes)
     else:
+        n_experts = take("n_experts")
         experts = "".join(p for p in "qkvo" if take(f"{p}_expert", True)) if research else "vo"
+        if research and n_experts == 1 and experts not in ("", "o"):
+            raise ValueError(
+                f"a {kind} layer gates its single expert in each of {experts!r}; ours gates the output alone, so "
+                "n_experts=1 needs q_expert, k_expert and v_expert False"
+            )
         layer = SwitchHeadAttention(
             **sizes,
-            n_experts=take("n_experts"),
+            n_experts=n_experts,
             k=take("moe_k"),
             expert_projections=experts,
-            shared_selection=research and take("same_sel", False),
+            shared_selection=research and take("same_sel", False) and {"v", "o"} <= set(experts),
         )
     if given:
         raise ValueError(f"meta of kind {kind} has unknown keys {sorted(given)}")
@@ -185,10 +193,9 @@ def _switchhead_fields(layer: SwitchHeadAttention, *, research: bool) -> list[_F
             fields.append(_Field(theirs, (ours,), to_ours, to_theirs))
         else:
             fields.append(_per_expert(theirs, ours, heads, experts))
-    shared = layer.shared_selection
     for router, serves in (("destination_router", "oq"), ("source_router", "vk")):
         if getattr(layer, router) is not None:
-            first = next(p for p in serves if shared or p in layer.expert_projections)
+            first = next(p for p in serves if p in layer.expert_projections)
             theirs = f"selections.{first}" if research else f"sel_{first}"
             fields.append(_per_expert(theirs, f"{router}.weight", heads, experts))
     if layer.position_proj is not None:
