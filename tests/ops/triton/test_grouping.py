@@ -62,6 +62,12 @@ def test_even_tiles_cover_unequal_groups(device):
     check(indices, Rows(2, 2, 1, 2, 4, single=True), block=32, even=16)
 
 
+def test_records_past_the_last_tile_are_empty_however_many_rounding_leaves(device, poisoned_allocations):
+    indices = torch.arange(4, dtype=torch.int32, device=device).repeat(23)  # 1.4 tiles a group, rounded to 1
+    tiles = group_rows(indices[:, None, None], Rows(1, 1, 1, 1, 4, single=True)).tiles(16, even=4)[0].tolist()
+    assert [record[:2] for record in tiles[:-1]] == [[0, 23], [23, 46], [46, 69], [69, 92]] + [[0, 0]] * 6
+
+
 def test_groups_nobody_chose_are_empty(device):
     indices = torch.zeros(20, 1, 1, dtype=torch.int32, device=device)
     groups = group_rows(indices, Rows(1, 1, 1, 1, 4))

@@ -69,8 +69,8 @@ class Groups:
         """Records of the tiles of at most `block` rows that cover all groups, int32 `[maps, bound + 1, RECORD]`.
 
         The bound follows from shapes alone; records past the last tile are empty (first row and end are 0), and the
-        very last one holds the number of tiles. Tiles are listed by their relative
-        place in their group: programs that run together then read the same tokens, which stay in the L2 cache.
+        very last one holds the number of tiles. Tiles are listed by their relative place in their group: programs that
+        run together then read the same tokens, which stay in the L2 cache.
 
         Args:
             by_segment: one map for each segment.
@@ -276,9 +276,10 @@ def _tiles_kernel(
         tl.store(record + 2 + SLOTS, number, mask=tile < mine)
     if group == 0:  # the rest of the list is empty
         used = tl.sum(n_tiles, 0)
-        at = records + (used + g).to(tl.int64) * 16
-        tl.store(at, 0, mask=used + g < bound)
-        tl.store(at + 1, 0, mask=used + g < bound)
+        for unused in range(used, bound, GROUPS_PADDED):  # more than there are groups, where tiles are even
+            at = records + (unused + g).to(tl.int64) * 16
+            tl.store(at, 0, mask=unused + g < bound)
+            tl.store(at + 1, 0, mask=unused + g < bound)
         tl.store(records + bound * 16, used)
 
 
