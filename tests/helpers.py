@@ -1,5 +1,7 @@
 """What several test files need."""
 
+from collections.abc import Callable, Sequence
+
 import torch
 from torch import Tensor
 
@@ -18,6 +20,18 @@ def random_routing(tokens: int, heads: int, experts: int, k: int, *, dtype=torch
     scores = torch.randn(tokens, heads, experts, dtype=dtype) - skew * torch.arange(experts)
     best, indices = scores.topk(k, dim=-1)
     return Routing(best.sigmoid().requires_grad_(), indices, experts)
+
+
+def of_other_strides(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same values with the first axis innermost, as leaves that need a gradient where the tensors do."""
+    views = (t.detach().transpose(0, -1).contiguous().transpose(0, -1) for t in tensors)
+    return tuple(view.requires_grad_(t.requires_grad) for view, t in zip(views, tensors, strict=True))
+
+
+def check_operator(operator: Callable, arguments: Sequence[object], *, differentiable: bool = True) -> None:
+    """What a compiler is told of an operator holds: schema, and shapes, dtypes and strides of its outputs."""
+    tests = ("test_schema", "test_faketensor", "test_autograd_registration")[: 3 if differentiable else 2]
+    torch.library.opcheck(operator, tuple(arguments), test_utils=tests)
 
 
 def gradients(output: Tensor, *inputs: Tensor, cotangent: Tensor | None = None) -> tuple[Tensor, ...]:

@@ -1,10 +1,10 @@
 import pytest
 import torch
 
-from switchhead.ops import choose_backend, moe_linear
+from switchhead.ops import choose_backend, grouped, moe_linear
 from switchhead.ops.gated import moe_linear as gated
 from switchhead.routing import Routing
-from tests.helpers import gradients, random_routing, relative_error
+from tests.helpers import check_operator, gradients, of_other_strides, random_routing, relative_error
 
 BACKENDS = ["gated", "grouped"]
 REDUCTIONS = ["k", "heads", None]
@@ -112,6 +112,20 @@ def test_expanded_output_gradients_are_accepted(backend):
     ones = torch.ones(7, 3, 6, dtype=torch.float64)
     b = torch.autograd.grad(moe_linear(x, weight, routing, reduce="k", backend=backend), (x, weight), ones)
     assert all(torch.equal(p, q) for p, q in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("strided", [False, True])
+@pytest.mark.parametrize("tokens", [0, 5])
+@pytest.mark.parametrize("reduce", ["k", "heads", "none"])
+def test_what_a_compiler_is_told_of_grouped_holds(reduce, tokens, strided):
+    x, weight, routing = operands(tokens=tokens, per_head=reduce == "heads")
+    tensors = (x, weight, routing.gates)
+    if strided:
+        tensors = of_other_strides(*tensors)
+    check_operator(grouped._grouped, (*tensors, routing.expert_indices, reduce))
+    tensors = tuple(t.detach() for t in tensors)
+    grad = torch.randn_like(grouped._grouped(*tensors, routing.expert_indices, reduce))
+    check_operator(grouped._grouped_backward, (grad, *tensors, routing.expert_indices, reduce), differentiable=False)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

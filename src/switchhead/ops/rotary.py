@@ -14,7 +14,7 @@ def rotary_table(positions: Tensor, half: int, base: float, dtype: torch.dtype) 
     the attention they serve.
     """
     exponents = torch.arange(half, device=positions.device, dtype=dtype) / max(half, 1)
-    angles = positions[..., None].to(dtype) * base**-exponents
+    angles = positions.contiguous()[..., None].to(dtype) * base**-exponents  # strides as the fake's
     return angles.cos(), angles.sin()
 
 

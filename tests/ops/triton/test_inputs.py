@@ -2,25 +2,27 @@ import pytest
 import torch
 
 from switchhead.ops.inputs import project_inputs
-from tests.helpers import relative_error
+from switchhead.ops.triton.inputs import _project_inputs, _project_inputs_backward
+from tests.helpers import check_operator, of_other_strides, relative_error
 
 CASES = {
     "two sides": dict(routers=4, heads=2, experts=4, k=2, d=8),
     "one router for both": dict(routers=2, heads=2, experts=5, k=3, d=12),
     "values alone, every expert, odd width": dict(routers=3, heads=3, experts=3, k=3, d=11),
+    "odd width of the model": dict(routers=4, heads=2, experts=4, k=2, d=8, d_model=21),
     "no token": dict(routers=4, heads=2, experts=4, k=2, d=8, tokens=0),
     "one token": dict(routers=4, heads=2, experts=4, k=2, d=8, tokens=1),
 }
 
 
-def run(backend, device, *, routers, heads, experts, k, d, tokens=37, dtype=torch.float32, dropout=0.0):
+def run(backend, device, *, routers, heads, experts, k, d, tokens=37, d_model=24, dtype=torch.float32, dropout=0.0):
     generator = torch.Generator().manual_seed(1)
 
     def draw(*shape, fan_in=1):
         return (torch.randn(shape, generator=generator) / fan_in**0.5).to(device)
 
-    x, plain = draw(tokens, 24), draw(20, 24, fan_in=24)
-    weights = draw(routers, experts, 24, fan_in=24), draw(heads, experts, 24, d, fan_in=24)
+    x, plain = draw(tokens, d_model), draw(20, d_model, fan_in=24)
+    weights = draw(routers, experts, d_model, fan_in=24), draw(heads, experts, d_model, d, fan_in=24)
     inputs = [t.requires_grad_() for t in (x, plain, *weights)]
     dropped = (draw(tokens, routers, experts).abs() < dropout) if dropout else None
     x = x.to(dtype)
@@ -51,6 +53,17 @@ def test_bfloat16_errors_are_at_most_twice_those_of_plain_torch(device):
     plain, found = (run(backend, device, dtype=torch.bfloat16, **case) for backend in ("gated", "triton"))
     for name, value in exact.items():
         assert relative_error(found[name], value) <= max(2 * relative_error(plain[name], value), 1e-6), name
+
+
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_what_a_compiler_is_told_holds(tokens, device):
+    shapes = ((tokens, 21), (20, 21), (4, 3, 21), (2, 3, 21, 5))
+    tensors = of_other_strides(*(torch.randn(shape, device=device, requires_grad=True) for shape in shapes))
+    check_operator(_project_inputs, (*tensors, 2, None))
+    tensors = [t.detach() for t in tensors]
+    outputs = _project_inputs(*tensors, 2, None)
+    grads = (torch.randn_like(t) for t in outputs[:3])
+    check_operator(_project_inputs_backward, (*grads, *tensors, *outputs[2:]), differentiable=False)
 
 
 def test_outputs_that_nobody_differentiates_cost_nothing(device):

@@ -6,7 +6,7 @@ from switchhead.ops import reference
 from switchhead.ops.triton import moe_linear as module
 from switchhead.ops.triton.moe_linear import moe_linear
 from switchhead.routing import Routing
-from tests.helpers import gradients, relative_error
+from tests.helpers import check_operator, gradients, of_other_strides, relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 8e-3, torch.float16: 1e-3}
 
@@ -156,12 +156,18 @@ def test_float64_is_refused(device):
         moe_linear(x.double(), weight, routing, reduce="k")
 
 
-def test_operator_registrations_are_consistent(device):
-    x, weight, routing = operands(3, 2, 3, 2, 16, 8, device=device)
-    args = (x, weight, routing.gates, routing.expert_indices, "k", torch.float32, True)
-    torch.library.opcheck(
-        module._forward, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration")
-    )
+@pytest.mark.parametrize("tokens", [0, 3])
+@pytest.mark.parametrize("reduce", ["k", "heads", "none"])
+def test_what_a_compiler_is_told_holds(reduce, tokens, device):
+    x, weight, routing = operands(tokens, 2, 3, 1, 16, 8, per_head=reduce == "heads", device=device)
+    tensors, indices = of_other_strides(x, weight, routing.gates), routing.expert_indices
+    options = (reduce, torch.float32)
+    check_operator(module._forward, (*tensors, indices, *options, reduce == "k"))
+    tensors = tuple(t.detach() for t in tensors)
+    out, kept = module._forward(*tensors, indices, *options, reduce == "k")
+    for needs in ((True, True, False), (False, False, True)):
+        arguments = (torch.randn_like(out), *tensors, indices, kept, *options, *needs)
+        check_operator(module._backward, arguments, differentiable=False)
 
 
 def test_ten_lengths_compile_at_most_twice_and_without_a_break(device):

@@ -2,8 +2,8 @@ import pytest
 import torch
 
 from switchhead.ops import router as reference
-from switchhead.ops.triton.router import _route, route
-from tests.helpers import gradients, relative_error
+from switchhead.ops.triton.router import _route, _route_backward, route
+from tests.helpers import check_operator, gradients, of_other_strides, relative_error
 
 
 def operands(tokens=20, heads=2, experts=4, d_model=48, *, dtype=torch.float32, device="cpu"):
@@ -76,6 +76,13 @@ def test_no_tokens(device):
     assert not gradients(gates, weight)[0].any()
 
 
-def test_operator_registrations_are_consistent(device):
-    args = (*operands(5, device=device), 2, True, None)
-    torch.library.opcheck(_route, args, test_utils=("test_schema", "test_faketensor", "test_autograd_registration"))
+@pytest.mark.parametrize("softmax", [False, True])
+@pytest.mark.parametrize("tokens", [0, 5])
+def test_what_a_compiler_is_told_holds(tokens, softmax, device):
+    x, weight = of_other_strides(*operands(tokens, device=device))
+    check_operator(_route, (x, weight, 2, softmax, None))
+    x, weight = x.detach(), weight.detach()
+    outputs = _route(x, weight, 2, softmax, None)
+    for needs in ((True, True), (True, False), (False, True)):
+        arguments = (torch.randn_like(outputs[0]), x, weight, *outputs, softmax, *needs)
+        check_operator(_route_backward, arguments, differentiable=False)

@@ -5,7 +5,7 @@ import torch
 
 from switchhead.ops.relative import relative_attention
 from switchhead.ops.triton_attention import operator
-from tests.helpers import gradients, relative_error
+from tests.helpers import check_operator, gradients, relative_error
 
 NAMES = ("out", "q", "k", "v", "r", "content_bias", "position_bias", "scale")
 
@@ -150,12 +150,18 @@ def test_no_uninitialised_memory_is_read(device, poisoned_allocations):
         assert x.isfinite().all(), name
 
 
-def test_operator_is_registered_completely(device):
-    (q, k, v, r), _ = inputs(queries=5, keys=9, device=device)
-    q, k, v, r = (x.float().requires_grad_() for x in (q, k, v, r))
-    u = torch.randn_like(q, requires_grad=True)
-    torch.library.opcheck(operator.relative_attention, (q, None, k, v, r, None, 0.3, True))
-    torch.library.opcheck(operator.relative_attention, (q, u, k, v, r, None, 0.3, True))
+@pytest.mark.parametrize("biases", [False, True])
+@pytest.mark.parametrize("batch", [0, 2])
+def test_what_a_compiler_is_told_holds(batch, biases, device):
+    (q, k, v, r), mask = inputs(batch=batch, heads=2, key_heads=2, queries=5, keys=9, padding=batch > 0, device=device)
+    # As from a layer: heads beside each other in memory.
+    q, k, v, r = (x.float().transpose(-3, -2).contiguous().transpose(-3, -2).requires_grad_() for x in (q, k, v, r))
+    u = torch.randn_like(q, requires_grad=True) if biases else None
+    torch.library.opcheck(operator.relative_attention, (q, u, k, v, r, mask, 0.3, True))
+    tensors = [x if x is None else x.detach() for x in (q, u, k, v, r)]
+    out, lse = operator.relative_attention(*tensors, mask, 0.3, True)
+    arguments = (torch.randn_like(out), *tensors, mask, out, lse, 0.3, True)
+    check_operator(operator.relative_attention_backward, arguments, differentiable=False)
 
 
 @pytest.mark.slow

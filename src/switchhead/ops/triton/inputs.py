@@ -77,7 +77,7 @@ def _project_inputs_backward(
     heads, experts, d_model, d = values.shape
     n_routers = routers.shape[0]
     if x.shape[0] == 0:
-        return torch.zeros_like(x), torch.zeros_like(plain), torch.zeros_like(routers), torch.zeros_like(values)
+        return tuple(tensor.new_zeros(tensor.shape) for tensor in (x, plain, routers, values))
     width = pad_to(d, 8)
     inner, scores = heads * experts * width, n_routers * experts
     spread = torch.empty(x.shape[0], pad_to(inner + scores, 8), dtype=x.dtype, device=x.device)
@@ -89,7 +89,7 @@ def _project_inputs_backward(
     _write_score_gradients(grad_gates, by_values, gates, expert_indices, spread, inner, experts)
     grad_rows = grad_rows.contiguous()
     matrices = torch.zeros(spread.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    matrices[:inner] = prepare_weight(values, x.dtype, narrow_in=False, blocks=(8, 8)).flatten(0, 1)
+    matrices[:inner] = prepare_weight(values, x.dtype, narrow_in=False, blocks=(8, 8)).flatten(0, 1)[:, :d_model]
     matrices[inner : inner + scores] = routers.flatten(0, 1)
     grad_x = torch.mm(grad_rows, plain).addmm_(spread, matrices)
     grad_plain = sum_over_tokens(grad_rows, x)

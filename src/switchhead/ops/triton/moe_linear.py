@@ -125,7 +125,7 @@ def _forward(
     nothing = x.new_empty(0)
     shape = _out_shape(p, reduce, d_out)
     if p.tokens == 0:
-        return x.new_empty(shape), nothing
+        return x.new_empty(shape), x.new_empty(0, p.heads, p.k, d_out) if keep_slots else nothing
     if p.tokens <= DECODE_TOKENS and not keep_slots:
         per_token = {"heads": 1, "k": p.heads, "none": p.heads * p.k}[reduce]
         out = decode(x, weight, None if reduce == "none" else gates, expert_indices, dtype, per_token=per_token)
@@ -169,7 +169,7 @@ def _backward(
     """Gradients of x, weight and gates; an empty tensor where none is needed."""
     p = _Problem.of(x, weight, expert_indices)
     if p.tokens == 0:
-        return torch.zeros_like(x), torch.zeros_like(weight), torch.zeros_like(gates)
+        return _zero_gradients(x, weight, gates, need_x, need_weight, need_gates)
     grad_x, grad_gates, grad_weight = (x.new_empty(0) for _ in range(3))  # outputs may not share storage
     d_in, d_out = weight.shape[2:]
     narrow_in = reduce == "heads"
@@ -185,9 +185,9 @@ def _backward(
                 narrow_in=True, shared=p.heads, dot_with=dot_with,
             )  # fmt: skip
             assert out is not None
-            grad_x = out.view(p.tokens, p.heads, d_in)
-            if not p.per_head:
-                grad_x = grad_x.sum(1)
+            if need_x:
+                grad_x = out.view(p.tokens, p.heads, d_in)
+                grad_x = grad_x if p.per_head else grad_x.sum(1)
             if dots is not None:
                 grad_gates = dots.sum(0).view(gates.shape).to(gates.dtype)
         if need_weight and p.dense_project:
@@ -214,7 +214,7 @@ def _backward(
         if dots is not None:
             grad_gates = dots.to(gates.dtype)
         elif need_gates:
-            grad_gates = torch.zeros_like(gates)
+            grad_gates = gates.new_zeros(gates.shape)
         if need_x:
             grad_x = _accumulate_rows(p, scaled, weight, expert_indices, dtype, narrow_in=False, per_head=p.per_head)
             grad_x = grad_x.view(x.shape)
@@ -233,10 +233,16 @@ def _backward(
 
 @_backward.register_fake
 def _(grad, x, weight, gates, expert_indices, kept, reduce, dtype, need_x, need_weight, need_gates):
-    def like(tensor: Tensor, needed: bool) -> Tensor:
-        return tensor.new_empty(tensor.shape) if needed else x.new_empty(0)
+    return _zero_gradients(x, weight, gates, need_x, need_weight, need_gates)
 
-    return like(x, need_x), like(weight, need_weight), like(gates, need_gates)
+
+def _zero_gradients(
+    x: Tensor, weight: Tensor, gates: Tensor, need_x: bool, need_weight: bool, need_gates: bool
+) -> tuple[Tensor, Tensor, Tensor]:
+    def zeros(tensor: Tensor, needed: bool) -> Tensor:
+        return tensor.new_zeros(tensor.shape) if needed else x.new_empty(0)
+
+    return zeros(x, need_x), zeros(weight, need_weight), zeros(gates, need_gates)
 
 
 def _setup_context(ctx, inputs, output):

@@ -82,7 +82,8 @@ def _route_backward(
     """Gradients of x and weight; an empty tensor where none is needed."""
     tokens, (heads, experts, d) = x.shape[0], weight.shape
     if tokens == 0:
-        return torch.zeros_like(x), torch.zeros_like(weight)
+        grad_x, grad_weight = x.new_empty(x.shape), weight.new_zeros(weight.shape)
+        return grad_x if need_x else x.new_empty(0), grad_weight if need_weight else x.new_empty(0)
     k = gates.shape[2]
     x = x if x.stride(1) == 1 else x.contiguous()
     padded_heads, padded_experts = _padded(heads, experts)

@@ -114,7 +114,7 @@ def relative_attention_backward(
     grad_q, grad_k, grad_v = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
     grad_u = torch.empty_like(u) if has_bias else q.new_empty(0)
     if q.numel() == 0:
-        return grad_q, grad_u, grad_k.zero_(), grad_v.zero_(), torch.zeros_like(r)
+        return grad_q, grad_u, grad_k.zero_(), grad_v.zero_(), r.new_zeros(r.shape)
 
     # One part of r's gradient per program, so that each adds to its own memory in an order of its own.
     splits = max(1, min(2 * _multiprocessors(q.device) // heads, batch * triton.cdiv(queries, launch.tile)))
