@@ -60,6 +60,7 @@ def random_layers():
     yield "switchhead_rope", SwitchHeadAttention(**{**sizes, "n_experts": 1, "k": 1}, positions="rotary")
     yield "switchhead_xl", SwitchHeadAttention(**{**sizes, "n_experts": 1, "k": 1}, positions="relative")
     yield "switchhead_rope", SwitchHeadAttention(**sizes, positions=Rotary(fraction=1.0))
+    yield "switchhead_rope", SwitchHeadAttention(**sizes)
     for experts in SUBSETS:
         for shared in (False, True) if {"v", "o"} <= set(experts) else (False,):
             layer = SwitchHeadAttention(
@@ -81,7 +82,7 @@ def test_to_authors_and_from_authors_are_inverse(kind, layer):
     elif kind.startswith("switchhead"):
         meta = dict(d_model=16, n_heads=2, n_experts=layer.n_experts, d_head=6, moe_k=layer.k)
         if kind == "switchhead_rope":
-            meta["rotate_fraction"] = layer.positions.fraction
+            meta["rotate_fraction"] = layer.positions.fraction if layer.positions else 0.0
     else:
         meta = dict(state_size=16, n_heads=2, n_experts=layer.n_experts, projection_size=6, moe_k=layer.k)
         meta["same_sel"] = layer.shared_selection

@@ -39,7 +39,7 @@ def from_authors(
             and is dropped.
         causal: whether the layer is to mask later keys; the authors pass masks from outside.
         **meta: constructor arguments by the authors' names: `d_model, n_heads, n_experts, d_head, moe_k,
-            rotate_fraction` (0.5), or `state_size, n_heads, n_experts, projection_size, moe_k,
+            rotate_fraction` (0.5; 0: no positions), or `state_size, n_heads, n_experts, projection_size, moe_k,
             {q,k,v,o}_expert` (True), `same_sel` (False; as theirs, without effect unless v and o both have experts).
 
     Raises:
@@ -126,8 +126,11 @@ def _build(kind: str, causal: bool, meta: dict) -> SwitchHeadAttention | MultiHe
         "n_heads": take("n_heads"),
         "d_head": take("projection_size" if research else "d_head"),
         "causal": causal,
-        "positions": Rotary(fraction=take("rotate_fraction", 0.5)) if kind == "switchhead_rope" else Relative(),
+        "positions": Relative(),
     }
+    if kind == "switchhead_rope":
+        fraction = take("rotate_fraction", 0.5)
+        sizes["positions"] = Rotary(fraction=fraction) if fraction else None
     if kind == "research_dense_xl":
         layer = MultiHeadAttention(**sizes)
     else:
