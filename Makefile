@@ -8,9 +8,8 @@ OLDEST := .venv-oldest-transformers
 
 .PHONY: demo test test-oldest-transformers check setup clean
 
-# Threads that wait for each other sleep early: on a busy machine spinning ones are ten times slower.
 demo: $(STAMP)
-	GOMP_SPINCOUNT=10000 $(BIN)/switchhead demo --out demo-run
+	$(BIN)/switchhead demo --out demo-run
 
 test: $(STAMP) test-oldest-transformers
 	$(BIN)/python -m pytest

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import io
 import json
 import platform
 import shutil
 import statistics
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+import torch
 from rich.console import Console
 from rich.table import Table
 
@@ -119,21 +121,22 @@ def demo(
     _start_over(out)
     source = _write_text(documents, out / "text.jsonl")
     results: dict[str, list[TrainingResult]] = {recipe.name: [] for recipe in recipes}
-    for seed in range(seeds):
-        for recipe in recipes:
-            result = train(
-                model=recipe.model,
-                training=recipe.with_training(seed=seed).training,
-                data=f"jsonl:{out / 'text.jsonl'}#text",
-                out=out / (recipe.name if seed == 0 else f"{recipe.name}-seed{seed}"),
-                recipe=recipe.name,
-                device=device,
-                progress=progress,
-            )
-            if not result.finished:
-                raise KeyboardInterrupt
-            results[recipe.name].append(result)
-    models = tuple(_summarise(recipe, results[recipe.name], device) for recipe in recipes)
+    with _one_thread():
+        for seed in range(seeds):
+            for recipe in recipes:
+                result = train(
+                    model=recipe.model,
+                    training=recipe.with_training(seed=seed).training,
+                    data=f"jsonl:{out / 'text.jsonl'}#text",
+                    out=out / (recipe.name if seed == 0 else f"{recipe.name}-seed{seed}"),
+                    recipe=recipe.name,
+                    device=device,
+                    progress=progress,
+                )
+                if not result.finished:
+                    raise KeyboardInterrupt
+                results[recipe.name].append(result)
+        models = tuple(_summarise(recipe, results[recipe.name], device) for recipe in recipes)
     _plot({recipe.name: results[recipe.name][0].run for recipe in recipes}, out / "loss.png")
     training = recipes[0].training
     report = DemoReport(
@@ -187,6 +190,17 @@ token over all layers.
 Loss curves: {report.plot}
 
 {samples}"""
+
+
+@contextlib.contextmanager
+def _one_thread() -> Iterator[None]:
+    """Models this small gain nothing from a second core, and lose much where another program wants it."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
 
 
 def _recipe(name: str, steps: int | None) -> Recipe:
@@ -251,7 +265,7 @@ def _conclude(models: Sequence[ModelResult]) -> str:
     """What the perplexities say about the attentions, and what they do not."""
     limits = (
         "Minutes on half a megabyte show that all of it works and what it costs; they do not rank architectures, and\n"
-        "tokens/s of models this small measure overheads, not what happens at scale."
+        "tokens/s of models this small, on one core, measure overheads, not what happens at scale."
     )
     if len(models[0].perplexities) == 1:
         return f"{limits}\nWith one seed no difference can be told from chance (--seeds 3 measures it): no ordering."

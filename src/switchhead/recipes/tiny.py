@@ -43,15 +43,15 @@ def tiny_dense() -> Recipe:
             dropout=0.0,
         ),
         training=TrainingConfig(
-            steps=500,
+            steps=400,
             batch_size=8,
             chunk_length=chunk_length,
             learning_rate=3e-3,
             warmup_steps=50,
             betas=(0.9, 0.98),
             grad_clip=1.0,
-            eval_every=125,
-            save_every=250,
+            eval_every=100,
+            save_every=200,
         ),
     )
 
