@@ -4,7 +4,7 @@ import json
 import pytest
 
 from switchhead import demo as module
-from switchhead.demo import ModelResult, demo, render
+from switchhead.demo import PROMPT, ModelResult, demo, render
 from switchhead.errors import RunError
 from switchhead.eval import evaluate
 from switchhead.train import load_run
@@ -25,7 +25,7 @@ def test_the_demo_compares_three_models_and_leaves_their_runs(short_text, tmp_pa
     assert [model.recipe for model in report.models] == MODELS
     for model in report.models:
         assert len(model.perplexities) == len(model.runs) == 2
-        assert model.sample.startswith("The ")
+        assert model.sample.startswith(PROMPT)
         run = load_run(model.runs[1], device="cpu")
         assert run.step == 2
         assert sum(p.numel() for p in run.model.parameters()) == model.parameters

@@ -25,7 +25,7 @@ from switchhead.train import TrainingResult, load_run, train
 from switchhead.train.metrics import read_metrics
 
 RECIPES = ("tiny-switchhead", "tiny-dense", "tiny-dense-h2")
-PROMPT = "The "
+PROMPT = "When a function "
 MARKER = "demo.json"
 
 
@@ -244,7 +244,7 @@ def _summarise(recipe: Recipe, results: Sequence[TrainingResult], device: str) -
     run = load_run(results[0].run, device=device)
     config = run.model.config
     cost = attention_cost(config, chunk_length=recipe.training.chunk_length)
-    continuation = generate(run.model, run.vocabulary, PROMPT, max_new_tokens=300, temperature=0.7)
+    continuation = generate(run.model, run.vocabulary, PROMPT, max_new_tokens=300, temperature=0.8)
     heads = f"{config.num_attention_heads} heads"
     experts = f" of {config.num_experts} experts, {config.num_experts_per_tok} at work"
     return ModelResult(
