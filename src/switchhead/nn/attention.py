@@ -1,15 +1,22 @@
-"""What all attention layers share: the source of keys and values, rotation, and the order of heads."""
+"""What all attention layers share: checks, the source of keys and values, and all that follows the projections."""
 
 from __future__ import annotations
 
-from typing import Protocol
+import math
+from typing import NamedTuple, Protocol
 
 import torch
-from jaxtyping import Float, Int
+from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
-from switchhead.nn.positions import Rotary
+from switchhead.nn.linear import Linear
+from switchhead.nn.positions import Positions, Rotary
+from switchhead.nn.projections import project_positions
+from switchhead.ops.attention import Masks, attend
 from switchhead.ops.dtypes import concatenate
+from switchhead.ops.packed import packed_attention
+from switchhead.ops.relative import relative_attention
+from switchhead.ops.widths import pad_width
 
 
 class Cache(Protocol):
@@ -59,12 +66,64 @@ def key_value_source(
     return x if memory is None else concatenate([memory.to(x.dtype), x], dim=1)
 
 
+class RelativeWeights(NamedTuple):
+    """What a layer learns of Transformer-XL's relative positions; biases and temperature are dense attention's."""
+
+    projection: Linear
+    content_bias: Float[Tensor, "heads d"] | None = None
+    position_bias: Float[Tensor, "heads d"] | None = None
+    scale: Float[Tensor, " 1"] | None = None
+
+
+def average_values(
+    q: Float[Tensor, "batch heads T d"],
+    k: Float[Tensor, "batch kv_heads S d"],
+    v: Float[Tensor, "batch kv_heads S d"],
+    *,
+    d_head: int,
+    causal: bool,
+    positions: Positions,
+    relative: RelativeWeights | None,
+    crossed: bool,
+    key_padding_mask: Bool[Tensor, "batch S"] | None,
+    attn_mask: Tensor | None,
+    position_ids: Int[Tensor, "*batch T"] | None,
+    cache: Cache | None,
+    cu_seqlens: Int[Tensor, " documents+1"] | None,
+) -> Float[Tensor, "batch heads T d"]:
+    """Positions, cache, masks and the attention-weighted sum: all that follows the projections in every layer.
+
+    Widths may be padded beyond d_head, those of cached keys and values are not. `crossed`: k and v come from a context.
+    The rest as in `SwitchHeadAttention.forward`.
+    """
+    if isinstance(positions, Rotary):
+        cached = cache is not None
+        q, k = _rotate(q, k, positions, d_head=d_head, position_ids=position_ids, cached=cached, crossed=crossed)
+    if cache is not None:
+        k, v = cache.update(k[..., :d_head], v[..., :d_head])
+        k, v = pad_width(k, q.shape[-1]), pad_width(v, q.shape[-1])
+        causal = causal and attn_mask is None
+    scale = 1 / math.sqrt(d_head)
+    if cu_seqlens is not None:
+        return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=scale)
+    masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+    if relative is None:
+        return attend(q, k, v, scale=scale, **masks)
+    r = project_positions(relative.projection, q, k, causal=causal)  # [H, R, d]
+    content, position = (
+        None if bias is None else pad_width(bias, q.shape[-1])
+        for bias in (relative.content_bias, relative.position_bias)
+    )
+    learned = scale if relative.scale is None else relative.scale
+    return relative_attention(q, k, v, r, content_bias=content, position_bias=position, scale=learned, **masks)
+
+
 def merge_heads(y: Float[Tensor, "batch heads T d"]) -> Float[Tensor, "tokens heads d"]:
     """`[B, H, T, d]` to `[B*T, H, d]`."""
     return y.transpose(1, 2).flatten(0, 1)
 
 
-def rotate_queries_and_keys(
+def _rotate(
     q: Tensor,
     k: Tensor,
     rotary: Rotary,

@@ -10,20 +10,18 @@ from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
+    RelativeWeights,
+    average_values,
     check_input,
     check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
-    rotate_queries_and_keys,
 )
 from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
-from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
-from switchhead.nn.projections import project_heads, project_output, project_positions
-from switchhead.ops.attention import Masks, attend
-from switchhead.ops.packed import packed_attention
-from switchhead.ops.relative import relative_attention
+from switchhead.nn.positions import Positions, Relative, as_positions
+from switchhead.nn.projections import project_heads, project_output
 from switchhead.ops.widths import aligned_width, pad_width
 
 
@@ -116,28 +114,14 @@ class MultiHeadAttention(nn.Module):
             source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
             (q,) = project_heads(tokens, (self.q_proj,), self.d_head)
             k, v = project_heads(source, (self.k_proj, self.v_proj), self.d_head)  # [B, H_kv, S, d]
-        if isinstance(self.positions, Rotary):
-            q, k = rotate_queries_and_keys(
-                q, k, self.positions, d_head=self.d_head,
-                position_ids=position_ids, cached=cache is not None, crossed=context is not None,
-            )  # fmt: skip
-        if cache is not None:
-            k, v = cache.update(k[..., : self.d_head], v[..., : self.d_head])
-            k, v = pad_width(k, q.shape[-1]), pad_width(v, q.shape[-1])
-        causal = self.causal and (cache is None or attn_mask is None)
-        masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-        scale = 1 / math.sqrt(self.d_head)
-        if cu_seqlens is not None:
-            y = packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=scale)
-        elif not relative:
-            y = attend(q, k, v, scale=scale, **masks)
-        else:
-            r = project_positions(self.position_proj, q, k, causal=causal)  # [H, R, d]
-            width = q.shape[-1]
-            y = relative_attention(
-                q, k, v, r, content_bias=pad_width(self.content_bias, width),
-                position_bias=pad_width(self.position_bias, width), scale=self.scale, **masks,
-            )  # fmt: skip
+        learned = None
+        if relative:
+            learned = RelativeWeights(self.position_proj, self.content_bias, self.position_bias, self.scale)
+        y = average_values(
+            q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=learned,
+            crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            position_ids=position_ids, cache=cache, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         return project_output(merge_heads(y), self.o_proj, self.d_head).unflatten(0, x.shape[:2])  # [B, T, D]
 
     def extra_repr(self) -> str:

@@ -2,36 +2,31 @@
 
 from __future__ import annotations
 
-import math
-
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from switchhead.nn.attention import (
     Cache,
+    RelativeWeights,
+    average_values,
     check_input,
     check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
-    rotate_queries_and_keys,
 )
 from switchhead.nn.init import normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
-from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
+from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import (
     project_all,
     project_experts,
     project_heads,
     project_output,
-    project_positions,
 )
 from switchhead.nn.router import Router, check_choice
-from switchhead.ops.attention import Masks, attend
 from switchhead.ops.moe_linear import Backend
-from switchhead.ops.packed import packed_attention
-from switchhead.ops.relative import relative_attention
 from switchhead.ops.router import Gating
 from switchhead.ops.widths import aligned_width, pad_width
 from switchhead.routing import Routing
@@ -169,24 +164,12 @@ class SwitchHeadAttention(nn.Module):
         if context is not None or memory is not None:
             source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
         q, k, v, to = self._project(tokens, source)  # [B, H, T, d]
-        if isinstance(self.positions, Rotary):
-            q, k = rotate_queries_and_keys(
-                q, k, self.positions, d_head=self.d_head,
-                position_ids=position_ids, cached=cache is not None, crossed=context is not None,
-            )  # fmt: skip
-        if cache is not None:
-            k, v = cache.update(k[..., : self.d_head], v[..., : self.d_head])
-            k, v = pad_width(k, q.shape[-1]), pad_width(v, q.shape[-1])
-        causal = self.causal and (cache is None or attn_mask is None)
-        masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
-        scale = 1 / math.sqrt(self.d_head)
-        if cu_seqlens is not None:
-            y = packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=scale)
-        elif self.position_proj is None:
-            y = attend(q, k, v, scale=scale, **masks)
-        else:
-            r = project_positions(self.position_proj, q, k, causal=causal)  # [H, R, d]
-            y = relative_attention(q, k, v, r, scale=scale, **masks)
+        relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
+        y = average_values(
+            q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=relative,
+            crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            position_ids=position_ids, cache=cache, cu_seqlens=cu_seqlens,
+        )  # fmt: skip
         rows = merge_heads(y)  # [B*T, H, d]
         if isinstance(self.o_proj, MoELinear):
             assert to is not None
