@@ -1,14 +1,8 @@
-"""Without a GPU the kernels run in Triton's interpreter, which has to be switched on before they are imported."""
-
-import os
-
-import torch
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")
+"""Without a GPU the kernels run in Triton's interpreter (see tests/conftest.py), which needs two corrections."""
 
 import numpy as np
 import pytest
+import torch
 
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 _patch_lang_tensor = interpreter._patch_lang_tensor
