@@ -43,15 +43,15 @@ def tiny_dense() -> Recipe:
             dropout=0.0,
         ),
         training=TrainingConfig(
-            steps=400,
+            steps=340,
             batch_size=8,
             chunk_length=chunk_length,
             learning_rate=3e-3,
             warmup_steps=50,
             betas=(0.9, 0.98),
             grad_clip=1.0,
-            eval_every=100,
-            save_every=200,
+            eval_every=85,
+            save_every=170,
         ),
     )
 
