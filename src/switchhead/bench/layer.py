@@ -134,12 +134,8 @@ def _best_backend(layer: nn.Module, x: torch.Tensor, repeats: int) -> tuple[Cost
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         torch.compiler.reset()
         layer.compile(fullgraph=True)
-        with sdpa_kernel(backend):
-            try:
-                costs[backend.name] = measure(layer, x, repeats=repeats)
-            except RuntimeError as error:
-                if "kernel" not in str(error).lower() and "backend" not in str(error).lower():
-                    raise
+        with sdpa_kernel(backend):  # one that fails is an error: without it the baseline would be a weak one
+            costs[backend.name] = measure(layer, x, repeats=repeats)
     name = min(costs, key=lambda name: costs[name].graph_ms)
     return costs[name], name
 
