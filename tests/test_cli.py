@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from switchhead import cli
+from switchhead.cli.training import TrainingSettings
 from switchhead.errors import SwitchHeadError
 from switchhead.train import TrainingConfig
 
@@ -90,16 +91,16 @@ def test_settings_reach_the_configuration(run):
 
 
 def test_every_setting_is_a_field_of_the_configuration():
-    settings = {field.name for field in dataclasses.fields(cli.TrainingSettings)}
+    settings = {field.name for field in dataclasses.fields(TrainingSettings)}
     assert settings <= {field.name for field in dataclasses.fields(TrainingConfig)}
 
 
 def test_compile_can_be_switched_both_ways():
     base = TrainingConfig(steps=1, batch_size=1, chunk_length=1)
-    on = cli.TrainingSettings(compile="on").apply(base)
+    on = TrainingSettings(compile="on").apply(base)
     assert on.compile
-    assert cli.TrainingSettings().apply(on).compile
-    assert not cli.TrainingSettings(compile="off").apply(on).compile
+    assert TrainingSettings().apply(on).compile
+    assert not TrainingSettings(compile="off").apply(on).compile
 
 
 @pytest.mark.parametrize("command", [["recipes"], ["train", "--data", "text:unread"]])

@@ -1,0 +1,48 @@
+"""`switchhead generate`."""
+
+from __future__ import annotations
+
+import tyro
+
+from switchhead.cli.common import Device, Json, RunPath, arguments_of_the_user, print_json
+
+
+def generate(
+    run: tyro.conf.Positional[RunPath],
+    /,
+    *,
+    prompt: str = "",
+    max_new_tokens: int = 200,
+    temperature: float = 1.0,
+    top_k: int | None = None,
+    seed: int = 0,
+    device: Device = "auto",
+    as_json: Json = False,
+) -> None:
+    """Let a trained model continue a text.
+
+    Args:
+        prompt: the text to continue.
+        max_new_tokens: length of the continuation, at most.
+        temperature: below 1 is safer, above 1 bolder, 0 always takes the likeliest token.
+        top_k: sample from the likeliest k tokens only.
+        seed: of the sampling.
+    """
+    from switchhead.eval import generate
+    from switchhead.train import load_run
+
+    loaded = load_run(run, device=device)
+    with arguments_of_the_user():
+        continuation = generate(
+            loaded.model,
+            loaded.vocabulary,
+            prompt,
+            max_new_tokens=max_new_tokens,
+            temperature=temperature,
+            top_k=top_k,
+            seed=seed,
+        )
+    if as_json:
+        print_json({"run": str(loaded.directory), "step": loaded.step, "prompt": prompt, "continuation": continuation})
+    else:
+        print(prompt + continuation)

@@ -1,0 +1,108 @@
+"""`switchhead train`."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
+
+import tyro
+
+from switchhead.cli.common import Device, Json, arguments_of_the_user, find_recipe, print_json
+from switchhead.cli.evaluation import score_lines, scores
+
+if TYPE_CHECKING:
+    from switchhead.train import TrainingConfig
+
+Setting = TypeVar("Setting")
+OfRecipe = Annotated[Setting, tyro.conf.arg(help_behavior_hint="(default: the recipe's)")]
+
+
+@dataclass(frozen=True, kw_only=True)
+class TrainingSettings:
+    """What the command line can change of a recipe's `TrainingConfig`; None: as the recipe has it."""
+
+    steps: OfRecipe[int | None] = None
+    """Optimizer steps."""
+    batch_size: OfRecipe[int | None] = None
+    """Sequences in a step."""
+    learning_rate: OfRecipe[float | None] = None
+    """The highest, after the warm-up."""
+    warmup_steps: OfRecipe[int | None] = None
+    """Steps until it is reached."""
+    seed: OfRecipe[int | None] = None
+    """Of initial weights, dropout and the order of the text."""
+    dtype: OfRecipe[Literal["float32", "bfloat16"] | None] = None
+    """Of the computation; bfloat16 is autocast over float32 weights."""
+    compile: OfRecipe[Literal["on", "off"] | None] = None
+    """Run the model through torch.compile."""
+    eval_every: OfRecipe[int | None] = None
+    """Steps between validations."""
+    save_every: OfRecipe[int | None] = None
+    """Steps between checkpoints."""
+
+    def apply(self, training: TrainingConfig) -> TrainingConfig:
+        """The configuration with these settings.
+
+        Raises:
+            UsageError: a value that does not fit.
+        """
+        changes = {name: value for name, value in vars(self).items() if value is not None}
+        if "compile" in changes:
+            changes["compile"] = changes["compile"] == "on"
+        with arguments_of_the_user():
+            return dataclasses.replace(training, **changes)
+
+
+def train(
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="see `switchhead recipes`")],
+    /,
+    *,
+    data: str,
+    valid: str | None = None,
+    out: Path | None = None,
+    resume: bool = False,
+    device: Device = "auto",
+    settings: Annotated[TrainingSettings, tyro.conf.arg(name="")] = TrainingSettings(),
+    as_json: Json = False,
+) -> None:
+    """Train a recipe's model on text, into a run directory.
+
+    Args:
+        data: training text, text:FILE or jsonl:GLOB#field.
+        valid: validation text; otherwise the tail of the training text.
+        out: the run directory; otherwise runs/RECIPE.
+        resume: go on from the newest checkpoint of the run directory.
+    """
+    from switchhead.train import train
+
+    chosen = find_recipe(recipe)
+    training = settings.apply(chosen.training)
+    result = train(
+        model=chosen.model,
+        training=training,
+        data=data,
+        valid=valid,
+        out=out or Path("runs") / recipe,
+        recipe=recipe,
+        resume=resume,
+        device=device,
+    )
+    validation = result.validation
+    if as_json:
+        print_json(
+            {
+                "run": str(result.run),
+                "step": result.step,
+                "finished": result.finished,
+                "validation": validation and scores(validation),
+                "tokens_per_second": result.tokens_per_second,
+            }
+        )
+        return
+    print(f"{result.run}: step {result.step} of {training.steps}")
+    if validation is not None:
+        print(score_lines(validation))
+    if not result.finished:
+        print("stopped early; the same command with --resume goes on from here")
