@@ -17,11 +17,12 @@ from switchhead.data.batches import Batches, require_one_chunk
 from switchhead.errors import DataError
 from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
-from switchhead.train.checkpoint import newest_checkpoint, write_checkpoint
+from switchhead.runs import RunDirectory, choose_device, newest_checkpoint
+from switchhead.train.checkpoint import write_checkpoint
 from switchhead.train.config import TrainingConfig
 from switchhead.train.metrics import MetricsLog
 from switchhead.train.progress import make_progress
-from switchhead.train.run import RunDirectory, choose_device, create_run, describe_run, reopen_run
+from switchhead.train.run import create_run, describe_run, reopen_run
 from switchhead.train.trainer import StepMetrics, Trainer
 
 

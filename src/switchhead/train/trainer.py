@@ -16,9 +16,8 @@ from torch import Tensor
 from switchhead.data import Batches
 from switchhead.errors import TrainingError
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
-from switchhead.train.checkpoint import Checkpoint
+from switchhead.runs import Checkpoint, load_model, model_tensors
 from switchhead.train.config import TrainingConfig
-from switchhead.train.run import load_model, model_tensors
 from switchhead.train.schedule import learning_rate_at
 
 
