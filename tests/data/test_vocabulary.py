@@ -3,7 +3,7 @@ import json
 import numpy as np
 import pytest
 
-from switchhead.data import ByteVocabulary, load_tokens, load_vocabulary, split_tail
+from switchhead.data import ByteSubsetVocabulary, ByteVocabulary, load_tokens, load_vocabulary, split_tail
 from switchhead.errors import DataError, RunError
 
 VOCABULARY = ByteVocabulary()
@@ -53,6 +53,7 @@ def test_a_saved_vocabulary_loads(tmp_path):
         ('{"kind": "by', "not a vocabulary"),
         ("[]", "not a vocabulary"),
         (json.dumps({"kind": "words", "size": 257}), "unknown kind 'words'"),
+        (json.dumps({"kind": "byte subset", "size": 257, "bytes": [1, 1]}), "does not list the bytes"),
         (json.dumps({"kind": "bytes", "size": 300}), "has 300 tokens, the model 257: it belongs to another run"),
     ],
 )
@@ -61,3 +62,28 @@ def test_a_vocabulary_that_is_not_the_models_is_refused(tmp_path, content, messa
         (tmp_path / "vocabulary.json").write_text(content)
     with pytest.raises(RunError, match=message):
         load_vocabulary(tmp_path, size=257)
+
+
+def test_words_end_at_white_space_and_with_documents():
+    tokens = np.concatenate([[256], VOCABULARY.encode("one  two\nthree"), [256], VOCABULARY.encode("four")])
+    assert VOCABULARY.count_words(tokens) == 4
+
+
+def test_a_byte_subset_reads_its_own_bytes_and_has_no_beginning(tmp_path):
+    vocabulary = ByteSubsetVocabulary(b"\nabc \xc3\xa9")
+    vocabulary.save(tmp_path / "tokenizer")
+    loaded = load_vocabulary(tmp_path / "tokenizer", size=7)
+    tokens = loaded.encode("é cab\na")
+    assert tokens.tolist() == [5, 6, 4, 3, 1, 2, 0, 1]
+    assert loaded.decode(tokens.tolist()) == "é cab\na"
+    assert (loaded.count_bytes(tokens), loaded.count_words(tokens)) == (8, 3)
+    assert loaded.beginning is None
+    assert loaded.fingerprint == vocabulary.fingerprint != VOCABULARY.fingerprint
+    with pytest.raises(DataError, match=r"byte 0x64 of this text \(at 1\) is not among the 7 bytes"):
+        loaded.encode("ad")
+
+
+def test_documents_of_a_vocabulary_without_beginning_follow_each_other(tmp_path):
+    path = tmp_path / "two.jsonl"
+    path.write_text('{"t": "ab"}\n{"t": "c"}\n')
+    assert load_tokens(f"jsonl:{path}#t", ByteSubsetVocabulary(b"abc")).tolist() == [0, 1, 2]

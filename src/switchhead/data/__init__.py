@@ -1,19 +1,27 @@
 """Text to tokens to batches; knows no model."""
 
 from switchhead.data.batches import Batches, LaneBatches, WindowBatches
+from switchhead.data.corpus import Corpus, open_corpus
 from switchhead.data.sources import read_documents
-from switchhead.data.tokens import load_tokens, split_tail
-from switchhead.data.vocabulary import ByteVocabulary, Tokens, Vocabulary, load_vocabulary
+from switchhead.data.tokenizer import TokenizerVocabulary, load_tokenizer
+from switchhead.data.tokens import TokenArray, load_tokens, split_tail
+from switchhead.data.vocabulary import ByteSubsetVocabulary, ByteVocabulary, Tokens, Vocabulary, load_vocabulary
 
 __all__ = [
     "Batches",
+    "ByteSubsetVocabulary",
     "ByteVocabulary",
+    "Corpus",
     "LaneBatches",
+    "TokenArray",
+    "TokenizerVocabulary",
     "Tokens",
     "Vocabulary",
     "WindowBatches",
+    "load_tokenizer",
     "load_tokens",
     "load_vocabulary",
+    "open_corpus",
     "read_documents",
     "split_tail",
 ]

@@ -2,21 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Protocol
+
 import numpy as np
 
 from switchhead.data.sources import read_documents
-from switchhead.data.vocabulary import Tokens, Vocabulary
+from switchhead.data.vocabulary import Tokens, Vocabulary, dtype_of
 from switchhead.errors import DataError
 
 
+class TokenArray(Protocol):
+    """Tokens in memory or in files: a numpy array, or what is read like one."""
+
+    @property
+    def dtype(self) -> np.dtype:
+        """uint16 or uint32."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def __getitem__(self, index: slice | np.ndarray, /) -> Tokens:
+        """The tokens of a slice, or at an array of positions (0 .. len - 1), in its shape."""
+        ...
+
+
 def load_tokens(spec: str, vocabulary: Vocabulary) -> Tokens:
-    """The documents of a source one after the other, each behind a beginning token.
+    """The documents of a source one after the other, each behind a beginning token (if the vocabulary has one).
 
     Raises:
         DataError: see `read_documents`.
     """
-    beginning = np.array([vocabulary.beginning], dtype=np.uint16)
-    return np.concatenate([part for text in read_documents(spec) for part in (beginning, vocabulary.encode(text))])
+    return join_documents(read_documents(spec), vocabulary)
+
+
+def join_documents(documents: Iterable[str], vocabulary: Vocabulary) -> Tokens:
+    """Documents as one array, each behind a beginning token (if the vocabulary has one)."""
+    beginning = beginning_of(vocabulary)
+    return np.concatenate([part for text in documents for part in (beginning, vocabulary.encode(text))])
 
 
 def split_tail(tokens: Tokens, fraction: float, vocabulary: Vocabulary) -> tuple[Tokens, Tokens]:
@@ -28,5 +51,10 @@ def split_tail(tokens: Tokens, fraction: float, vocabulary: Vocabulary) -> tuple
     cut = len(tokens) - max(1, round(len(tokens) * fraction))
     if cut < 2:
         raise DataError(f"a text of {len(tokens)} tokens cannot be split for training and validation")
-    tail = np.concatenate([np.array([vocabulary.beginning], dtype=np.uint16), tokens[cut:]])
-    return tokens[:cut], tail
+    return tokens[:cut], np.concatenate([beginning_of(vocabulary), tokens[cut:]])
+
+
+def beginning_of(vocabulary: Vocabulary) -> Tokens:
+    """The beginning token as an array: of one, or of none where the vocabulary has none."""
+    values = [] if vocabulary.beginning is None else [vocabulary.beginning]
+    return np.array(values, dtype=dtype_of(vocabulary))
