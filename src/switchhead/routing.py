@@ -58,6 +58,17 @@ class Routing:
         """Experts used by each token and head."""
         return self.gates.shape[2]
 
+    def average_k(self) -> Float[Tensor, ""]:
+        """Mean number of experts that a token and head uses: those whose gate is not 0 (dynamic k leaves some out)."""
+        return (self.gates != 0).sum(-1).to(self.gates.dtype).mean()
+
+    def per_slot(self) -> Routing:
+        """The same decisions with every slot as a head of its own, `[tokens, heads * k, 1]`.
+
+        For inputs that differ from slot to slot, with one pool of experts shared by all heads.
+        """
+        return Routing(self.gates.flatten(1)[..., None], self.expert_indices.flatten(1)[..., None], self.n_experts)
+
     def groups(self, *, shared_pool: bool = False) -> Int[Tensor, "tokens heads k"]:
         """Group number of every slot (see `Grouping`)."""
         if shared_pool:

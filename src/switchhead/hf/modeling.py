@@ -21,6 +21,7 @@ from switchhead.hf.kinds import ATTENTION, FEED_FORWARD, NORM
 from switchhead.hf.masks import fixed_cache_mask, layer_masks
 from switchhead.hf.router_logits import RouterLogits
 from switchhead.nn import Block
+from switchhead.ops import chunked_cross_entropy
 
 Memory = tuple[Float[Tensor, "batch M d_model"], ...]
 
@@ -35,19 +36,30 @@ class SwitchHeadModelOutput(BaseModelOutputWithPast):
         memory: for each layer the last `config.memory_length` hidden states before it, `[B, M, D]`, without gradient;
             None where the model keeps no memory or used a cache.
         router_logits: scores `[B, tokens, heads, experts]` of every router, in the order of the layers and in each
-            layer destination before source; with `output_router_logits=True`.
+            layer destination before source before feed-forward; with `output_router_logits=True`.
+        aux_loss: auxiliary losses, each times its weight in the configuration, summed over layers; in training, where a
+            weight is not 0.
+        aux_losses: with them, each loss without its weight, the mean of the layers, by its name.
     """
 
     memory: Memory | None = None
     router_logits: tuple[Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
+    aux_losses: dict[str, Tensor] | None = None
 
 
 @dataclass
 class SwitchHeadCausalLMOutput(CausalLMOutputWithPast):
-    """What `SwitchHeadForCausalLM` returns; `memory` and `router_logits` as in `SwitchHeadModelOutput`."""
+    """What `SwitchHeadForCausalLM` returns; fields as in `SwitchHeadModelOutput`.
+
+    `loss` is the cross-entropy plus `aux_loss`, where there is one. `logits` is None where the loss was computed in
+    chunks.
+    """
 
     memory: Memory | None = None
     router_logits: tuple[Tensor, ...] | None = None
+    aux_loss: Tensor | None = None
+    aux_losses: dict[str, Tensor] | None = None
 
 
 class SwitchHeadLayer(GradientCheckpointingLayer, Block):
@@ -62,6 +74,14 @@ class SwitchHeadLayer(GradientCheckpointingLayer, Block):
             feed_forward_norm=norm(config),
             dropout=config.dropout,
         )
+
+    def forward(self, x: Float[Tensor, "batch T d_model"], *, return_aux: bool = False, **inputs: Any) -> Any:
+        """As `Block.forward`, but auxiliary losses follow the output as tensors of one tuple.
+
+        Reentrant checkpointing would not find them in a dictionary.
+        """
+        output = super().forward(x, return_aux=return_aux, **inputs)
+        return (output[0], *output[1].values()) if return_aux else output
 
 
 class SwitchHeadPreTrainedModel(PreTrainedModel):
@@ -147,6 +167,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
         position_ids: Int[Tensor, "*batch T"] | None = None,
         *,
         memory: Sequence[Float[Tensor, "batch M d_model"]] | None = None,
+        cu_seqlens: Int[Tensor, " documents+1"] | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch T d_model"] | None = None,
@@ -162,6 +183,8 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
             attention_mask: 1 = attend, 0 = padding; see `switchhead.hf.masks.layer_masks`.
             position_ids: positions for rotary channels; default: behind the cache or the memory.
             memory: `output.memory` of the previous chunk (Transformer-XL).
+            cu_seqlens: several documents in a row, none of which sees another: where they begin in the flattened batch,
+                from `switchhead.ops.document_boundaries(position_ids)`.
             cache: keys and values of earlier calls; the input is added to them.
             past_key_values: the same, under its name before transformers 5.24.
             inputs_embeds: in place of `input_ids`.
@@ -189,7 +212,9 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
             device=hidden.device,
         )
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states, kept = [], []
+        weights = self.config.aux_loss_weights if self.training else {}
+        return_aux = any(weights.values())
+        states, kept, aux = [], [], []
         logits = RouterLogits(self.layers) if output_router_logits else None
         with logits or nullcontext():
             for index, layer in enumerate(self.layers):
@@ -199,13 +224,20 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
                 if self.config.memory_length and cache is None:
                     kept.append(_remember(past, hidden, self.config.memory_length))
                 bound = None if cache is None else _LayerCache(cache, index)
-                hidden = layer(hidden, memory=past, position_ids=position_ids, cache=bound, **masks)
+                hidden = layer(
+                    hidden, memory=past, position_ids=position_ids, cache=bound, cu_seqlens=cu_seqlens,
+                    return_aux=return_aux, **masks,
+                )  # fmt: skip
+                if return_aux:
+                    hidden, *losses = hidden
+                    aux.append(torch.stack(losses))
         hidden = self.norm(hidden)
         return SwitchHeadModelOutput(
             last_hidden_state=hidden,
             hidden_states=(*states, hidden) if wants_states else None,
             memory=tuple(kept) or None,
             router_logits=None if logits is None else logits.of_batch(len(hidden)),
+            **_aux_outputs(aux, weights),
             **named_cache(cache),
         )
 
@@ -238,7 +270,7 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         super().__init__(config)
         self.model = SwitchHeadModel(config)
         self.output_dropout = nn.Dropout(config.dropout)
-        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size)
+        self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.use_bias)
         self.post_init()
 
     @can_return_tuple
@@ -249,6 +281,7 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         position_ids: Int[Tensor, "*batch T"] | None = None,
         *,
         memory: Sequence[Float[Tensor, "batch M d_model"]] | None = None,
+        cu_seqlens: Int[Tensor, " documents+1"] | None = None,
         cache: Cache | None = None,
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch T d_model"] | None = None,
@@ -258,15 +291,18 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         output_hidden_states: bool | None = None,
         output_router_logits: bool = False,
         logits_to_keep: int | Int[Tensor, " positions"] = 0,
+        loss_chunk_length: int | None = None,
         **kwargs: Any,
     ) -> SwitchHeadCausalLMOutput:
-        """Scores, and with labels the mean cross-entropy in nats.
+        """Scores, and with labels the mean cross-entropy in nats, plus the auxiliary losses of training.
 
         Args:
             input_ids: tokens.
             attention_mask: 1 = attend, 0 = padding; see `switchhead.hf.masks.layer_masks`.
             position_ids: positions for rotary channels; default: behind the cache or the memory.
             memory: `output.memory` of the previous chunk (Transformer-XL).
+            cu_seqlens: several documents in a row, none of which sees another: where they begin in the flattened batch,
+                from `switchhead.ops.document_boundaries(position_ids)`.
             cache: keys and values of earlier calls; the input is added to them.
             past_key_values: the same, under its name before transformers 5.24.
             inputs_embeds: in place of `input_ids`.
@@ -278,6 +314,8 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
                 the configuration says.
             output_router_logits: return the scores of every router.
             logits_to_keep: compute scores of the last positions only, or of these; 0: of all.
+            loss_chunk_length: compute the loss over so many positions of the flattened batch at a time, without keeping
+                scores: a large vocabulary then costs little memory, and scores are computed once more in backward.
             **kwargs: `num_items_in_batch` (the loss is a sum divided by it); options of other models as None or False.
         """
         loss_options = _refuse(kwargs, allowed=("num_items_in_batch",))
@@ -286,6 +324,7 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
             attention_mask,
             position_ids,
             memory=memory,
+            cu_seqlens=cu_seqlens,
             cache=one_cache(cache, past_key_values),
             inputs_embeds=inputs_embeds,
             use_cache=use_cache,
@@ -295,24 +334,52 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         )
         kept = slice(-logits_to_keep, None) if isinstance(logits_to_keep, int) else logits_to_keep
         assert output.last_hidden_state is not None
-        logits = self.lm_head(self.output_dropout(output.last_hidden_state[:, kept]))
-        loss = None
-        if labels is not None or shift_labels is not None:
-            loss = self.loss_function(
-                logits=logits,
-                labels=labels,
-                shift_labels=None if shift_labels is None else shift_labels.contiguous(),
-                vocab_size=self.config.vocab_size,
-                **loss_options,
-            )
+        hidden = self.output_dropout(output.last_hidden_state[:, kept])
+        logits = loss = None
+        if loss_chunk_length is not None:
+            loss = self._chunked_loss(hidden, labels, shift_labels, loss_chunk_length, **loss_options)
+        else:
+            logits = self.lm_head(hidden)
+            if labels is not None or shift_labels is not None:
+                loss = self.loss_function(
+                    logits=logits,
+                    labels=labels,
+                    shift_labels=None if shift_labels is None else shift_labels.contiguous(),
+                    vocab_size=self.config.vocab_size,
+                    **loss_options,
+                )
+        if loss is not None and output.aux_loss is not None:
+            loss = loss + output.aux_loss
         return SwitchHeadCausalLMOutput(
             loss=loss,
             logits=logits,
             hidden_states=output.hidden_states,
             memory=output.memory,
             router_logits=output.router_logits,
+            aux_loss=output.aux_loss,
+            aux_losses=output.aux_losses,
             **named_cache(getattr(output, CACHE_NAME)),
         )
+
+    def _chunked_loss(
+        self,
+        hidden: Float[Tensor, "batch T d_model"],
+        labels: Tensor | None,
+        shift_labels: Tensor | None,
+        chunk_length: int,
+        num_items_in_batch: int | Tensor | None = None,
+    ) -> Float[Tensor, ""]:
+        if shift_labels is None:
+            if labels is None:
+                raise ValueError("loss_chunk_length needs labels or shift_labels to compute a loss of")
+            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
+        if shift_labels.shape != hidden.shape[:2]:
+            raise ValueError(f"labels must be {list(hidden.shape[:2])}, as the input; got {list(shift_labels.shape)}")
+        loss = chunked_cross_entropy(
+            hidden.flatten(0, 1), self.lm_head.weight, self.lm_head.bias, shift_labels.flatten(),
+            chunk_length=chunk_length, reduction="mean" if num_items_in_batch is None else "sum",
+        )  # fmt: skip
+        return loss if num_items_in_batch is None else loss / num_items_in_batch
 
     @staticmethod
     def create_masks_for_generate(
@@ -341,6 +408,17 @@ class _LayerCache:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values `[B, H, T, d]`; return all of them."""
         return self.cache.update(k, v, self.layer)
+
+
+def _aux_outputs(aux: Sequence[Float[Tensor, " losses"]], weights: dict[str, float]) -> dict[str, Any]:
+    """Auxiliary losses of all layers as fields of the output; none where none were asked for."""
+    if not aux:
+        return {}
+    by_layer = torch.stack(list(aux))  # [layers, losses]
+    return {
+        "aux_loss": (by_layer.sum(0) * by_layer.new_tensor(list(weights.values()))).sum(),
+        "aux_losses": dict(zip(weights, by_layer.mean(0), strict=True)),
+    }
 
 
 def _remember(memory: Tensor | None, hidden: Tensor, length: int) -> Float[Tensor, "batch M d_model"]:

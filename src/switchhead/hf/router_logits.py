@@ -5,13 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable
 from types import TracebackType
 
-import torch
 from jaxtyping import Float
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from switchhead.nn import Router
-from switchhead.ops.dtypes import at_least_float32, without_autocast
 
 
 class RouterLogits:
@@ -40,11 +38,4 @@ class RouterLogits:
 
     def of_batch(self, batch: int) -> tuple[Float[Tensor, "batch tokens heads experts"], ...]:
         """Scores of every router call, in the order of the calls; float32 or better."""
-        return tuple(_scores(router, tokens).unflatten(0, (batch, -1)) for router, tokens in self._inputs)
-
-
-def _scores(router: Router, tokens: Float[Tensor, "n wide"]) -> Float[Tensor, "n heads experts"]:
-    tokens = tokens[:, : router.weight.shape[-1]]  # layers may pad behind it
-    dtype = at_least_float32(torch.promote_types(tokens.dtype, router.weight.dtype))
-    with without_autocast(tokens.device):
-        return torch.einsum("nd,hed->nhe", tokens.to(dtype), router.weight.to(dtype))
+        return tuple(router.scores(tokens).unflatten(0, (batch, -1)) for router, tokens in self._inputs)

@@ -10,6 +10,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from switchhead.nn.linear import Linear
+from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Rotary
 from switchhead.nn.projections import project_positions
 from switchhead.ops.attention import Masks, attend
@@ -17,6 +18,8 @@ from switchhead.ops.dtypes import concatenate
 from switchhead.ops.packed import packed_attention
 from switchhead.ops.relative import relative_attention
 from switchhead.ops.widths import pad_width
+
+AuxLosses = dict[str, Float[Tensor, ""]]  # auxiliary losses by name, without weights
 
 
 class Cache(Protocol):
@@ -67,7 +70,10 @@ def key_value_source(
 
 
 class RelativeWeights(NamedTuple):
-    """What a layer learns of Transformer-XL's relative positions; biases and temperature are dense attention's."""
+    """What a layer learns of Transformer-XL's relative positions.
+
+    The projection is of each head, or one for all (MoA). Dense attention has the biases, it and MoA the temperature.
+    """
 
     projection: Linear
     content_bias: Float[Tensor, "heads d"] | None = None
@@ -84,6 +90,7 @@ def average_values(
     causal: bool,
     positions: Positions,
     relative: RelativeWeights | None,
+    qk_norm: QKNorm | None,
     crossed: bool,
     key_padding_mask: Bool[Tensor, "batch S"] | None,
     attn_mask: Tensor | None,
@@ -91,11 +98,13 @@ def average_values(
     cache: Cache | None,
     cu_seqlens: Int[Tensor, " documents+1"] | None,
 ) -> Float[Tensor, "batch heads T d"]:
-    """Positions, cache, masks and the attention-weighted sum: all that follows the projections in every layer.
+    """Norm, positions, cache, masks and the attention-weighted sum: all that follows the projections in every layer.
 
     Widths may be padded beyond d_head, those of cached keys and values are not. `crossed`: k and v come from a context.
     The rest as in `SwitchHeadAttention.forward`.
     """
+    if qk_norm is not None:
+        q, k = qk_norm(q, k)
     if isinstance(positions, Rotary):
         cached = cache is not None
         q, k = _rotate(q, k, positions, d_head=d_head, position_ids=position_ids, cached=cached, crossed=crossed)
@@ -109,7 +118,7 @@ def average_values(
     masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
     if relative is None:
         return attend(q, k, v, scale=scale, **masks)
-    r = project_positions(relative.projection, q, k, causal=causal)  # [H, R, d]
+    r = project_positions(relative.projection, q, k, d_head, causal=causal)  # [H, R, d]
     content, position = (
         None if bias is None else pad_width(bias, q.shape[-1])
         for bias in (relative.content_bias, relative.position_bias)

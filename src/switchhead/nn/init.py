@@ -28,3 +28,11 @@ def truncated_normal_(weight: Tensor, fan_in: int, init_scale: float = 1.0) -> N
     """
     std = init_scale / math.sqrt(fan_in) / _TRUNCATED_STD
     nn.init.trunc_normal_(weight, std=std, a=-2 * std, b=2 * std)
+
+
+@torch.no_grad()
+def normalize_(weight: Tensor, dim: int) -> None:
+    """Bring all slices along dim to one norm, keeping the standard deviation of the whole."""
+    std = weight.std()
+    weight.div_(weight.norm(dim=dim, keepdim=True))
+    weight.mul_(std / weight.std())

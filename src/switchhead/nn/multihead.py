@@ -9,6 +9,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from switchhead.nn.attention import (
+    AuxLosses,
     Cache,
     RelativeWeights,
     average_values,
@@ -20,8 +21,10 @@ from switchhead.nn.attention import (
 )
 from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
+from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import project_heads, project_output
+from switchhead.nn.router import Router
 from switchhead.ops.widths import aligned_width, pad_width
 
 
@@ -38,6 +41,7 @@ class MultiHeadAttention(nn.Module):
         d_head: width of a head.
         n_kv_heads: key and value heads, a divisor of n_heads; default n_heads. 1 is multi-query attention.
         positions: `None`, `"rotary"` / `Rotary(...)`, or `"relative"` / `Relative()`.
+        qk_norm: norm queries and keys in each head (see `QKNorm`).
         causal: queries see no later keys.
         init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
 
@@ -53,6 +57,7 @@ class MultiHeadAttention(nn.Module):
         d_head: int,
         n_kv_heads: int | None = None,
         positions: Positions | str = None,
+        qk_norm: bool = False,
         causal: bool = True,
         init_scale: float = 1.0,
     ) -> None:
@@ -73,6 +78,7 @@ class MultiHeadAttention(nn.Module):
             self.content_bias = nn.Parameter(torch.empty(n_heads, d_head))
             self.position_bias = nn.Parameter(torch.empty(n_heads, d_head))
             self.scale = nn.Parameter(torch.empty(1))
+        self.qk_norm = QKNorm(d_head) if qk_norm else None
         self.reset_parameters()
 
     @torch.no_grad()
@@ -81,6 +87,8 @@ class MultiHeadAttention(nn.Module):
         for module in self.children():
             if isinstance(module, Linear):
                 truncated_normal_(module.weight, module.in_features, self.init_scale)
+            elif isinstance(module, QKNorm | Router):
+                module.reset_parameters()
         if isinstance(self.positions, Relative):
             self.content_bias.zero_()
             self.position_bias.zero_()
@@ -97,7 +105,8 @@ class MultiHeadAttention(nn.Module):
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
         cu_seqlens: Int[Tensor, " documents+1"] | None = None,
-    ) -> Float[Tensor, "batch T d_model"]:
+        return_aux: bool = False,
+    ) -> Float[Tensor, "batch T d_model"] | tuple[Tensor, AuxLosses]:
         """`[B, T, d_model]` to the same shape; arguments as in `SwitchHeadAttention.forward`."""
         check_input(x, self.d_model, context, memory)
         relative = isinstance(self.positions, Relative)
@@ -119,10 +128,18 @@ class MultiHeadAttention(nn.Module):
             learned = RelativeWeights(self.position_proj, self.content_bias, self.position_bias, self.scale)
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=learned,
-            crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            qk_norm=self.qk_norm, crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             position_ids=position_ids, cache=cache, cu_seqlens=cu_seqlens,
         )  # fmt: skip
-        return project_output(merge_heads(y), self.o_proj, self.d_head).unflatten(0, x.shape[:2])  # [B, T, D]
+        rows = self.weigh_heads(merge_heads(y), x)  # [B*T, H, d]
+        out = project_output(rows, self.o_proj, self.d_head).unflatten(0, x.shape[:2])  # [B, T, D]
+        return (out, {}) if return_aux else out
+
+    def weigh_heads(
+        self, rows: Float[Tensor, "tokens heads d"], x: Float[Tensor, "batch T d_model"]
+    ) -> Float[Tensor, "tokens heads d"]:
+        """Every head counts in full; a gated layer weighs them by what the tokens x choose."""
+        return rows
 
     def extra_repr(self) -> str:
         """Sizes and options."""

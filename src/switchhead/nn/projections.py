@@ -63,12 +63,17 @@ def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear,
     return F.linear(*cast_together(rows.flatten(1), weight))[:, :d_model]
 
 
-def project_positions(projection: Linear, q: Tensor, k: Tensor, *, causal: bool) -> Float[Tensor, "heads distances d"]:
-    """Relative positions of all distances between the queries and keys, projected for each head, as wide as q."""
+def project_positions(
+    projection: Linear, q: Tensor, k: Tensor, d_head: int, *, causal: bool
+) -> Float[Tensor, "heads distances d"]:
+    """Relative positions of all distances between the queries and keys, as wide as q.
+
+    The projection is of each head, or a single one that all heads share.
+    """
     d_model, heads = projection.in_features, q.shape[1]
     distances = relative_distances(q.shape[-2], k.shape[-2], causal=causal, device=q.device)
-    r = projection(sinusoids(distances, d_model, q.dtype)).unflatten(-1, (heads, -1))  # [R, H, d]
-    return pad_width(r.transpose(0, 1).to(q.dtype), q.shape[-1])
+    r = projection(sinusoids(distances, d_model, q.dtype)).unflatten(-1, (-1, d_head))  # [R, H or 1, d]
+    return pad_width(r.transpose(0, 1).to(q.dtype), q.shape[-1]).expand(heads, -1, -1)
 
 
 def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:

@@ -6,6 +6,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
 from switchhead.nn.attention import (
+    AuxLosses,
     Cache,
     RelativeWeights,
     average_values,
@@ -18,6 +19,7 @@ from switchhead.nn.attention import (
 from switchhead.nn.init import normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
+from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import (
     project_all,
@@ -54,6 +56,9 @@ class SwitchHeadAttention(nn.Module):
         shared_selection: one router for both sides.
         gating: `"sigmoid"`, or `"softmax"` over the experts (the competitive ablation).
         expert_dropout: probability that an expert may not be chosen by a token, in training.
+        router_threshold: dynamic k: chosen experts whose gate does not exceed it are not used; 0 uses all k.
+        expert_norm_init: bring the initial experts to one norm across the expert axis, keeping their deviation.
+        qk_norm: norm queries and keys in each head (see `QKNorm`).
         causal: queries see no later keys.
         init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
         backend: how expert projections run, see `switchhead.ops.moe_linear`.
@@ -75,13 +80,16 @@ class SwitchHeadAttention(nn.Module):
         shared_selection: bool = False,
         gating: Gating = "sigmoid",
         expert_dropout: float = 0.0,
+        router_threshold: float = 0.0,
+        expert_norm_init: bool = False,
+        qk_norm: bool = False,
         causal: bool = True,
         init_scale: float = 1.0,
         backend: Backend = "auto",
     ) -> None:
         super().__init__()
         check_sizes(d_model=d_model, n_heads=n_heads, n_experts=n_experts, d_head=d_head, k=k)
-        check_choice(n_experts=n_experts, k=k, gating=gating, expert_dropout=expert_dropout)
+        check_choice(n_experts, k, gating, expert_dropout, router_threshold)
         if sorted(expert_projections) != sorted(set(expert_projections) & set("qkvo")):
             raise ValueError(f"expert_projections={expert_projections!r} must be distinct letters out of 'qkvo'")
         self.d_model, self.n_heads, self.d_head = d_model, n_heads, d_head
@@ -98,7 +106,8 @@ class SwitchHeadAttention(nn.Module):
             d_in, d_out = (d_head, d_model) if name == "o" else (d_model, d_head)
             return MoELinear(
                 n_heads=n_heads, n_experts=n_experts, d_in=d_in, d_out=d_out, fan_in=sizes[0],
-                reduce="heads" if name == "o" else "k", init_scale=init_scale, backend=backend,
+                reduce="heads" if name == "o" else "k", norm_experts=expert_norm_init, init_scale=init_scale,
+                backend=backend,
             )  # fmt: skip
 
         def router(serves: str) -> Router | None:
@@ -106,15 +115,16 @@ class SwitchHeadAttention(nn.Module):
                 return None
             return Router(
                 d_model=d_model, n_heads=n_heads, n_experts=n_experts, k=k,
-                gating=gating, expert_dropout=expert_dropout, init_scale=init_scale,
+                gating=gating, expert_dropout=expert_dropout, threshold=router_threshold, init_scale=init_scale,
             )  # fmt: skip
 
         self.q_proj, self.k_proj, self.v_proj, self.o_proj = map(projection, "qkvo")
-        self.shared_selection = shared_selection
+        self.shared_selection, self.router_threshold = shared_selection, router_threshold
         self.destination_router = router("qkvo" if shared_selection else "qo")
         self.source_router = None if shared_selection else router("kv")
         relative = isinstance(self.positions, Relative)
         self.position_proj = Linear(d_model, n_heads * d_head, bias=False) if relative else None
+        self.qk_norm = QKNorm(d_head) if qk_norm else None
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -122,7 +132,7 @@ class SwitchHeadAttention(nn.Module):
         for module in self.children():
             if isinstance(module, Linear):
                 normal_(module.weight, module.in_features, self.init_scale)
-            elif isinstance(module, MoELinear | Router):
+            elif isinstance(module, MoELinear | Router | QKNorm):
                 module.reset_parameters()
 
     def forward(
@@ -136,7 +146,8 @@ class SwitchHeadAttention(nn.Module):
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
         cu_seqlens: Int[Tensor, " documents+1"] | None = None,
-    ) -> Float[Tensor, "batch T d_model"]:
+        return_aux: bool = False,
+    ) -> Float[Tensor, "batch T d_model"] | tuple[Tensor, AuxLosses]:
         """Attend.
 
         Args:
@@ -149,6 +160,7 @@ class SwitchHeadAttention(nn.Module):
             cache: keys and values of earlier calls. With a cache, a given `attn_mask` alone says what may be seen.
             cu_seqlens: several documents in a row, none of which sees another: where they begin in the flattened
                 batch, from `switchhead.ops.document_boundaries`.
+            return_aux: return auxiliary losses by name too; this layer has none.
 
         Returns:
             `[B, T, d_model]`; zeros for a query that may see nothing.
@@ -167,7 +179,7 @@ class SwitchHeadAttention(nn.Module):
         relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=relative,
-            crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
+            qk_norm=self.qk_norm, crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             position_ids=position_ids, cache=cache, cu_seqlens=cu_seqlens,
         )  # fmt: skip
         rows = merge_heads(y)  # [B*T, H, d]
@@ -176,12 +188,14 @@ class SwitchHeadAttention(nn.Module):
             out = project_experts(rows, self.o_proj, to)[:, : self.d_model]
         else:
             out = project_output(rows, self.o_proj, self.d_head)
-        return out.unflatten(0, x.shape[:2])  # [B, T, D]
+        out = out.unflatten(0, x.shape[:2])  # [B, T, D]
+        return (out, {}) if return_aux else out
 
     def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
         """Queries, keys and values `[B, H, T or S, d]`, and the routing of the destination side."""
         q, k, v = self.q_proj, self.k_proj, self.v_proj
-        if source is x and isinstance(q, Linear) and isinstance(k, Linear) and isinstance(v, MoELinear):
+        plain_k = self.router_threshold == 0  # project_all takes the gates as they are
+        if plain_k and source is x and isinstance(q, Linear) and isinstance(k, Linear) and isinstance(v, MoELinear):
             routers = [router for router in (self.destination_router, self.source_router) if router is not None]
             (queries, keys), values, routings = project_all(x, (q, k), routers, v, self.d_head)
             return queries, keys, values, routings[0]

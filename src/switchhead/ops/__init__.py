@@ -1,6 +1,7 @@
 """Functions on tensors. They know no module."""
 
 from switchhead.ops.attention import attend
+from switchhead.ops.cross_entropy import chunked_cross_entropy
 from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import Choice, choose_backend, moe_linear
 from switchhead.ops.packed import document_boundaries, packed_attention
@@ -11,6 +12,7 @@ __all__ = [
     "Choice",
     "attend",
     "choose_backend",
+    "chunked_cross_entropy",
     "document_boundaries",
     "moe_linear",
     "packed_attention",

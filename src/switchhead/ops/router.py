@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 import torch
@@ -12,7 +13,7 @@ from switchhead.ops.availability import require_triton, triton_obstacle
 from switchhead.ops.dtypes import at_least_float32, without_autocast
 from switchhead.routing import Routing
 
-Gating = Literal["sigmoid", "softmax"]
+Gating = Literal["sigmoid", "softmax", "softmax_chosen"]
 
 
 def route(
@@ -26,14 +27,14 @@ def route(
 ) -> Routing:
     """Choose k experts for each token and head (SwitchHead, arXiv 2312.07987, equations 7 and 8).
 
-    `scores = x W^T`; the k largest are chosen, ties by the lowest index; their gates are `sigmoid(score)`, or the
-    chosen ones of `softmax(scores)` over all experts (competitive gating).
+    `scores = x W^T`; the k largest are chosen, ties by the lowest index; their gates are `sigmoid(score)`, the chosen
+    ones of `softmax(scores)` over all experts (competitive gating), or the softmax over the chosen scores.
 
     Args:
         x: tokens. Scores are computed in float32 or better, whatever the dtype of x and inside autocast too.
         weight: one row per head and expert.
         k: experts chosen per head, `1 <= k <= E`.
-        gating: `"sigmoid"` (non-competitive, the paper's) or `"softmax"`.
+        gating: `"sigmoid"` (non-competitive, the paper's), `"softmax"` or `"softmax_chosen"`.
         dropped: experts that may not be used (expert dropout); where fewer than k remain, the rest get gate 0.
         backend: `"reference"`, or `"triton"`: one pass that writes no scores; `"auto"` where it can run on a GPU.
 
@@ -53,8 +54,8 @@ def route(
         raise ValueError(
             f"dropped must be boolean [{x.shape[0]}, {heads}, {experts}]; got {dropped.dtype} {tuple(dropped.shape)}"
         )
-    if gating not in ("sigmoid", "softmax"):
-        raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid' or 'softmax'")
+    if gating not in ("sigmoid", "softmax", "softmax_chosen"):
+        raise ValueError(f"gating={gating!r} is unknown; use 'sigmoid', 'softmax' or 'softmax_chosen'")
     if backend not in ("auto", "reference", "triton"):
         raise ValueError(f"backend={backend!r} is unknown; use 'auto', 'reference' or 'triton'")
     dtype = torch.promote_types(x.dtype, weight.dtype)
@@ -62,11 +63,17 @@ def route(
         require_triton(x.device, dtype)
     elif backend == "auto" and x.is_cuda and triton_obstacle(x.device, dtype) is None:
         backend = "triton"
-    if backend != "triton":
-        return _reference(x, weight, k, gating, dropped)
-    from switchhead.ops.triton.router import route as run
+    activation = "sigmoid" if gating == "sigmoid" else "softmax"
+    if backend == "triton":
+        from switchhead.ops.triton.router import route as run
 
-    return Routing(*run(x, weight, k, gating=gating, dropped=dropped), experts)
+        routing = Routing(*run(x, weight, k, gating=activation, dropped=dropped), experts)
+    else:
+        routing = _reference(x, weight, k, activation, dropped)
+    if gating != "softmax_chosen":
+        return routing
+    total = routing.gates.sum(-1, keepdim=True)  # at least k / E, or 0 where all experts were dropped
+    return replace(routing, gates=routing.gates / total.clamp(min=torch.finfo(total.dtype).tiny))
 
 
 def _reference(x: Tensor, weight: Tensor, k: int, gating: str, dropped: Tensor | None) -> Routing:
