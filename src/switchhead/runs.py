@@ -16,7 +16,7 @@ import hashlib
 import json
 import logging
 import re
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -65,7 +65,9 @@ class RunDirectory:
 
     @cached_property
     def fingerprint(self) -> str:
-        """SHA-256 of all that decides the run's numbers; its checkpoints carry it."""
+        """SHA-256 of all that decides the run's numbers, as it began; its checkpoints carry it."""
+        if "fingerprint" in self.config:  # a run whose configuration was changed on the way
+            return self.config["fingerprint"]
         return hashlib.sha256(json.dumps(identity_of(self.config), sort_keys=True).encode()).hexdigest()
 
 
@@ -133,8 +135,15 @@ def model_tensors(model: nn.Module) -> dict[str, Tensor]:
     return {name: value for name, value in model.state_dict().items() if name in unique or name not in every}
 
 
-def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
+def load_model(
+    model: nn.Module, checkpoint: Checkpoint, *, place: Callable[[Tensor, Tensor], Tensor] | None = None
+) -> None:
     """Put a checkpoint's weights into a model.
+
+    Args:
+        model: of the checkpoint's configuration.
+        checkpoint: where they are.
+        place: of a whole tensor and the model's own, makes what the model's can be set to; for sharded models.
 
     Raises:
         CheckpointError: names or shapes are not the model's; names them.
@@ -149,6 +158,8 @@ def load_model(model: nn.Module, checkpoint: Checkpoint) -> None:
     ]
     if wrong:
         raise CheckpointError(f"checkpoint {checkpoint.path} does not fit the model: {'; '.join(wrong)}")
+    if place is not None:
+        found = {name: place(value, wanted[name]) for name, value in found.items()}
     model.load_state_dict(found, strict=False)
 
 
