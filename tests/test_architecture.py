@@ -24,7 +24,7 @@ ARROWS = {
     "data": set(),
     "runs": {"data", "hf"},
     "eval": {"data", "hf", "runs"},
-    "train": {"data", "eval", "hf", "runs"},
+    "train": {"accounting", "data", "eval", "hf", "nn", "ops", "routing", "runs"},
     "recipes": {"hf", "train"},
     "bench": {"hf", "nn", "ops", "routing"},
     "demo": {"accounting", "data", "eval", "hf", "recipes", "train"},

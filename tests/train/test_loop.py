@@ -180,8 +180,32 @@ def test_a_directory_with_something_else_is_refused(settings):
 )
 def test_resuming_with_another_configuration_says_what_differs(settings, part, change, difference):
     train(**settings)
-    with pytest.raises(RunError, match=f"holds a run with another configuration: {difference}$"):
+    with pytest.raises(RunError, match=rf"holds a run with another configuration: {difference}\. .*--allow-changes$"):
         train(**changed(settings, part, **change), resume=True)
+
+
+def test_changes_that_are_asked_for_are_recorded_and_go_on(settings, caplog):
+    train(**changed(settings, "training", steps=4))
+    config = json.loads((settings["out"] / "config.json").read_text())
+    longer = changed(settings, "training", steps=8, learning_rate=1e-3)
+    with pytest.raises(RunError, match=r"learning_rate is 0.01 there and 0.001 here; training.steps is 4 there and 8"):
+        train(**longer, resume=True)
+    assert json.loads((settings["out"] / "config.json").read_text()) == config
+    for _ in range(2):  # the second time it is the run's own configuration
+        assert train(**longer, resume=True, allow_changes=True).step == 8
+    assert "training.steps is 4 there and 8 here" in caplog.text
+    config = json.loads((settings["out"] / "config.json").read_text())
+    assert config["training"]["steps"] == 8
+    assert config["changes"] == [
+        ["training.learning_rate is 0.01 there and 0.001 here", "training.steps is 4 there and 8 here"]
+    ]
+    assert load_run(settings["out"], device="cpu").step == 8
+
+
+def test_changes_that_the_weights_do_not_allow_are_refused(settings):
+    train(**settings)
+    with pytest.raises(CheckpointError, match=r"does not fit the model: .*source_router.weight has shape \[2, 3, 16\]"):
+        train(**changed(settings, "model", num_experts=4), resume=True, allow_changes=True)
 
 
 def test_resuming_with_another_text_is_refused_but_with_the_same_text_elsewhere_goes(settings, tmp_path):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
+import math
 import signal
 import statistics
 import threading
@@ -17,12 +19,15 @@ from switchhead.data.batches import Batches, require_one_chunk
 from switchhead.errors import DataError
 from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
-from switchhead.runs import RunDirectory, choose_device, newest_checkpoint
+from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
 from switchhead.train.checkpoint import write_checkpoint
 from switchhead.train.config import TrainingConfig
-from switchhead.train.metrics import MetricsLog
+from switchhead.train.distributed import Parallel, World, join_world
+from switchhead.train.hardware import peak_flops, peak_memory
+from switchhead.train.metrics import MetricsLog, NoMetrics
 from switchhead.train.progress import make_progress
 from switchhead.train.run import create_run, describe_run, reopen_run
+from switchhead.train.trackers import Service, Tracker
 from switchhead.train.trainer import StepMetrics, Trainer
 
 
@@ -54,10 +59,16 @@ def train(
     valid: str | None = None,
     recipe: str | None = None,
     resume: bool = False,
+    allow_changes: bool = False,
     device: str = "auto",
+    parallel: Parallel = "ddp",
+    tracker: Service | None = None,
     progress: bool = True,
 ) -> TrainingResult:
     """Train a language model on text; everything it makes is in one run directory.
+
+    Started by `torchrun`, all its processes train one model: each runs its rows of every batch, and the first one
+    writes the run directory, which all must see. A run goes on with any number of processes.
 
     Resuming a killed run gives, on the CPU with the same number of threads, bit for bit the losses of one that was
     never interrupted. SIGTERM, or Ctrl-C once, finishes the step and saves a checkpoint before returning.
@@ -65,87 +76,158 @@ def train(
     Args:
         model: its vocabulary size, token ids and context length are replaced by those of the text and `training`.
         training: see there.
-        data: training text, as `switchhead.data.read_documents` takes it.
+        data: training text, as `switchhead.data.open_corpus` takes it.
         out: the run directory; new or empty unless `resume`.
         valid: validation text; default: the tail of the training text, which is then not trained on.
         recipe: name to record.
         resume: go on from the newest checkpoint in `out`; from the beginning if it has none.
+        allow_changes: resume although model, training or data are not the run's; the differences are recorded.
         device: "auto" (CUDA if there is any), or a torch device.
+        parallel: how several processes share the model: "ddp" keeps it whole in each, "fsdp" shards it.
+        tracker: a service that shows the run too.
         progress: show it on standard error.
 
     Raises:
         DataError: the text cannot be read or is too short.
         RunError: `out` holds something else, or `device` does not exist.
         CheckpointError: no checkpoint in `out` can be used, or one cannot be saved; earlier ones survive.
-        TrainingError: the loss is not finite.
+        TrainingError: the loss is not finite, or another process was lost.
     """
-    vocabulary = ByteVocabulary()
-    texts = _read_texts(data, valid, training, vocabulary)
-    model = _fit(model, vocabulary, training)
     place = choose_device(device)
-    described = describe_run(
-        recipe=recipe,
-        model=model,
-        training=training,
-        data={"training": data, "validation": valid, **texts.describe()},
-    )
-    run = (reopen_run if resume else create_run)(Path(out), described, vocabulary)
-    trainer = Trainer(model, training, _make_batches(model, training, texts.training), place)
-    if checkpoint := newest_checkpoint(run.checkpoints, run.fingerprint):
-        trainer.restore(checkpoint)
-    return _run(trainer, run, texts.validation, vocabulary, title=recipe or run.path.name, show=progress)
+    with join_world(place) as world:
+        place = world.place(place)
+        vocabulary = ByteVocabulary()
+        texts = _read_texts(data, valid, training, vocabulary)
+        model = _fit(model, vocabulary, training)
+        described = describe_run(
+            recipe=recipe,
+            model=model,
+            training=training,
+            data={"training": data, "validation": valid, **texts.describe()},
+        )
+        opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
+        run = world.first(lambda: opened(Path(out), described, vocabulary)) or open_run(Path(out))
+        batches = _make_batches(model, training, texts.training, vocabulary)
+        trainer = Trainer(model, training, batches, place, world, parallel)
+        if checkpoint := _newest_checkpoint(run, world):
+            trainer.restore(checkpoint)
+        session = _Session(trainer, run, title=recipe or run.path.name, show=progress, tracker=tracker)
+        return session.run_to_end(texts.validation, vocabulary)
 
 
-def _run(
-    trainer: Trainer, run: RunDirectory, validation_text: Tokens, vocabulary: Vocabulary, *, title: str, show: bool
-) -> TrainingResult:
-    training = trainer.training
-    tokens_per_step = training.batch_size * training.chunk_length
-    validation: Evaluation | None = None
-    seconds: list[float] = []
-    with (
-        _StopSignal() as stop,
-        MetricsLog(run.metrics, run.tensorboard, step=trainer.step) as log,
-        make_progress(training.steps, trainer.step, title, show=show) as display,
-    ):
-        while trainer.step < training.steps:
-            measured = trainer.train_step()
-            step = trainer.step
-            seconds.append(measured.seconds)
-            log.append(step, _step_values(measured, tokens_per_step))
-            last = step == training.steps
-            if last or step % training.eval_every == 0:
-                with trainer.autocast():
-                    validation = score_tokens(
-                        trainer.model,
-                        vocabulary,
-                        validation_text,
-                        chunk_length=training.chunk_length,
-                        batch_size=training.batch_size,
-                    )
-                log.append(step, _validation_values(validation))
-                display.validated(step, validation.perplexity)
-            display.step(step, measured.loss, tokens_per_step / statistics.median(seconds[-50:]))
-            stopping = stop.received
-            if last or stopping or step % training.save_every == 0:
-                log.flush()
-                write_checkpoint(
-                    run.checkpoints,
-                    step,
-                    tensors=trainer.tensors(),
-                    state=trainer.state(),
-                    fingerprint=run.fingerprint,
-                    keep=training.keep_checkpoints,
-                )
-            if stopping:
-                break
-    return TrainingResult(
-        run=run.path,
-        step=trainer.step,
-        finished=trainer.step == training.steps,
-        validation=validation,
-        tokens_per_second=tokens_per_step / statistics.median(seconds) if seconds else None,
-    )
+def _newest_checkpoint(run: RunDirectory, world: World) -> Checkpoint | None:
+    """The one that the first rank finds."""
+    found = world.first(lambda: newest_checkpoint(run.checkpoints, run.fingerprint))
+    (step,) = world.sum([found.step if found else -1] if world.is_first else [0])
+    if world.is_first or step < 0:
+        return found
+    return read_checkpoint(run.checkpoints / f"step-{int(step)}", run.fingerprint)
+
+
+class _Session:
+    """One call's work on a run: step, measure, validate, save, until the end or a signal."""
+
+    def __init__(self, trainer: Trainer, run: RunDirectory, *, title: str, show: bool, tracker: Service | None) -> None:
+        self.trainer, self.run, self.training, self.world = trainer, run, trainer.training, trainer.world
+        self.title, self.show = title, show and self.world.is_first
+        self.tracker: Service | None = tracker
+        self.tokens_per_step = self.training.batch_size * self.training.chunk_length
+        self.seconds: list[float] = []
+        self.peak_tokens = self._peak_tokens_per_second()
+
+    def run_to_end(self, validation_text: Tokens, vocabulary: Vocabulary) -> TrainingResult:
+        trainer, training = self.trainer, self.training
+        validation: Evaluation | None = None
+        with (
+            _StopSignal() as stop,
+            self._open_log() as log,
+            make_progress(training.steps, trainer.step, self.title, show=self.show) as display,
+        ):
+            while trainer.step < training.steps:
+                measured = trainer.train_step()
+                step = trainer.step
+                self.seconds.append(measured.seconds)
+                log.append(step, self._step_values(measured))
+                if step % training.usage_every == 0 and (usage := trainer.measure_usage()):
+                    log.append(step, {"experts": {name: dataclasses.asdict(value) for name, value in usage.items()}})
+                last = step == training.steps
+                if last or step % training.eval_every == 0:
+                    validation = self._validate(validation_text, vocabulary)
+                    log.append(step, _validation_values(validation))
+                    display.validated(step, validation.perplexity)
+                display.step(step, measured.loss, self.tokens_per_step / statistics.median(self.seconds[-50:]))
+                stopping = self.world.any(stop.received)
+                if last or stopping or step % training.save_every == 0:
+                    log.flush()
+                    self._save()
+                if stopping:
+                    break
+        return TrainingResult(
+            run=self.run.path,
+            step=trainer.step,
+            finished=trainer.step == training.steps,
+            validation=validation,
+            tokens_per_second=self.tokens_per_step / statistics.median(self.seconds) if self.seconds else None,
+        )
+
+    def _peak_tokens_per_second(self) -> float | None:
+        """Tokens/s if all devices did nothing but the model's matrix products at their peak; None: not known."""
+        peak = peak_flops(self.trainer.device, self.training.dtype)
+        if peak is None:
+            return None
+        from switchhead.accounting import model_resources
+
+        resources = model_resources(self.trainer.model.config, chunk_length=self.training.chunk_length)
+        return peak * self.world.size / (resources.forward_flops + resources.backward_flops)
+
+    def _open_log(self) -> MetricsLog:
+        if not self.world.is_first:
+            return NoMetrics()
+        trackers = [Tracker(self.tracker, self.run)] if self.tracker else []
+        return MetricsLog(self.run.metrics, self.run.tensorboard, step=self.trainer.step, trackers=trackers)
+
+    def _validate(self, text: Tokens, vocabulary: Vocabulary) -> Evaluation:
+        """Every rank scores the whole text: a sharded model needs all of them, and none waits for another."""
+        with self.trainer.autocast():
+            return score_tokens(
+                self.trainer.model,
+                vocabulary,
+                text,
+                chunk_length=self.training.chunk_length,
+                batch_size=self.training.batch_size,
+            )
+
+    def _save(self) -> None:
+        tensors, state = self.trainer.tensors(), self.trainer.state()
+        self.world.first(
+            lambda: write_checkpoint(
+                self.run.checkpoints,
+                self.trainer.step,
+                tensors=tensors,
+                state=state,
+                fingerprint=self.run.fingerprint,
+                keep=self.training.keep_checkpoints,
+            )
+        )
+
+    def _step_values(self, measured: StepMetrics) -> dict[str, Any]:
+        tokens_per_second = self.tokens_per_step / measured.seconds
+        values: dict[str, Any] = {
+            "loss": measured.loss,
+            "perplexity": math.exp(measured.loss) if measured.loss < 700 else math.inf,  # where a float ends
+            "learning_rate": measured.learning_rate,
+            "gradient_norm": measured.gradient_norm,
+            "tokens_per_second": tokens_per_second,
+            "model_flops_utilization": self.peak_tokens and tokens_per_second / self.peak_tokens,
+            "peak_memory_bytes": peak_memory(self.trainer.device),
+        }
+        if measured.auxiliary_losses:
+            values["auxiliary"] = measured.auxiliary_losses
+        if self.training.dtype == "float16":
+            values["loss_scale"] = measured.loss_scale
+        if measured.skipped:
+            values["skipped"] = True
+        return values
 
 
 @dataclass(frozen=True)
@@ -188,20 +270,18 @@ def _fit(model: SwitchHeadConfig, vocabulary: Vocabulary, training: TrainingConf
     )
 
 
-def _make_batches(model: SwitchHeadConfig, training: TrainingConfig, tokens: Tokens) -> Batches:
-    if model.memory_length:
-        return LaneBatches(tokens, training.batch_size, training.chunk_length)
-    return WindowBatches(tokens, training.batch_size, training.chunk_length, training.seed)
-
-
-def _step_values(measured: StepMetrics, tokens_per_step: int) -> dict[str, float]:
-    return {
-        "loss": measured.loss,
-        "perplexity": Evaluation(loss=measured.loss, tokens=1, bytes=1).perplexity,
-        "learning_rate": measured.learning_rate,
-        "gradient_norm": measured.gradient_norm,
-        "tokens_per_second": tokens_per_step / measured.seconds,
-    }
+def _make_batches(model: SwitchHeadConfig, training: TrainingConfig, tokens: Tokens, vocabulary: Vocabulary) -> Batches:
+    if not training.mask_documents:
+        if model.memory_length:
+            return LaneBatches(tokens, training.batch_size, training.chunk_length)
+        return WindowBatches(tokens, training.batch_size, training.chunk_length, training.seed)
+    if model.memory_length or model.positions == "relative":
+        raise ValueError("mask_documents is True; it must be False for models with memory or relative positions")
+    if vocabulary.beginning is None:
+        raise ValueError("mask_documents is True; it must be False for a vocabulary without a beginning token")
+    return WindowBatches(
+        tokens, training.batch_size, training.chunk_length, training.seed, beginning=vocabulary.beginning
+    )
 
 
 def _validation_values(validation: Evaluation) -> dict[str, float]:

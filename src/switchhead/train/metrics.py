@@ -1,4 +1,4 @@
-"""What a run measured: one JSON object a line in `metrics.jsonl`, and the same numbers for TensorBoard."""
+"""What a run measured: one JSON object a line in `metrics.jsonl`, and the same numbers for TensorBoard and trackers."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import json
 import math
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 from switchhead.errors import RunError
+from switchhead.train.trackers import Tracker
 
 
 class MetricsLog:
@@ -21,23 +22,34 @@ class MetricsLog:
 
     Every line is handed to the operating system at once: a killed process loses none.
 
+    Args:
+        path: the file of lines.
+        tensorboard: directory of TensorBoard's files.
+        step: where the run stands.
+        trackers: services that are told as well; closed with the log.
+
     Raises:
         RunError: (by every method) the files cannot be written.
     """
 
-    def __init__(self, path: Path, tensorboard: Path, *, step: int) -> None:
-        self._directory = path.parent
+    def __init__(self, path: Path, tensorboard: Path, *, step: int, trackers: Sequence[Tracker] = ()) -> None:
+        self._directory, self._trackers = path.parent, trackers
         with self._writing():
             _drop_after(path, step)
             self._file = path.open("a", encoding="utf-8", buffering=1)
             self._events = _EventFile(tensorboard, first_step=step + 1)
 
-    def append(self, step: int, values: Mapping[str, float]) -> None:
-        """Add one line; numbers that JSON cannot say become null."""
-        content = {name: value if math.isfinite(value) else None for name, value in values.items()}
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Add one line; numbers that JSON cannot say become null.
+
+        TensorBoard and trackers get the numbers of nested mappings too, as "outer/inner"; lists are for the line only.
+        """
+        numbers = dict(_numbers(values))
         with self._writing():
-            self._file.write(json.dumps({"step": step, **content}) + "\n")
-            self._events.write(step, values)
+            self._file.write(json.dumps({"step": step, **_finite(values)}) + "\n")
+            self._events.write(step, numbers)
+        for tracker in self._trackers:
+            tracker.log(step, numbers)
 
     def flush(self) -> None:
         """Put everything so far on the disk; before a checkpoint, so that none is ahead of its metrics."""
@@ -56,6 +68,8 @@ class MetricsLog:
                 self._file.close()
             finally:
                 self._events.close()
+        for tracker in self._trackers:
+            tracker.close()
 
     @contextmanager
     def _writing(self) -> Iterator[None]:
@@ -65,12 +79,45 @@ class MetricsLog:
             raise RunError(f"cannot write the metrics of {self._directory}: {error.strerror}") from error
 
 
-def read_metrics(path: Path) -> list[dict[str, float]]:
+class NoMetrics(MetricsLog):
+    """The log of ranks that keep none: the first one speaks for all."""
+
+    def __init__(self) -> None:
+        """Open nothing."""
+
+    def append(self, step: int, values: Mapping[str, Any]) -> None:
+        """Drop it."""
+
+    def flush(self) -> None:
+        """Nothing to do."""
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        pass
+
+
+def read_metrics(path: Path) -> list[dict[str, Any]]:
     """The lines of a `metrics.jsonl`; one that a kill cut short is left out."""
     if not path.exists():
         return []
     lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
     return [json.loads(line) for line in lines if line.endswith("\n")]
+
+
+def _finite(value: Any) -> Any:
+    """The same with None for numbers that JSON cannot say."""
+    if isinstance(value, Mapping):
+        return {name: _finite(inner) for name, inner in value.items()}
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _numbers(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, float]]:
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from _numbers(value, f"{prefix}{name}/")
+        elif isinstance(value, int | float):
+            yield f"{prefix}{name}", float(value)
 
 
 def _drop_after(path: Path, step: int) -> None:

@@ -37,7 +37,7 @@ def describe_run(
     description = {
         "format": FORMAT,
         "recipe": recipe,
-        "model": {name: getattr(model, name) for name in SwitchHeadConfig.__annotations__},
+        "model": _model_fields(model),
         "training": dataclasses.asdict(training),
         "data": dict(data),
         "versions": {
@@ -62,18 +62,24 @@ def create_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) ->
             raise RunError(f"{path} already holds a run: continue it with --resume, or choose another directory")
         if found := [entry.name for entry in path.iterdir() if not entry.name.endswith(TEMPORARY)]:
             raise RunError(f"{path} is not empty (it holds {found[0]!r}): choose another directory")
-        temporary = path / f"config.json{TEMPORARY}"
-        temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
-        os.replace(temporary, path / "config.json")
-        run = RunDirectory(path, config)
+        run = _write_config(path, config)
         vocabulary.save(run.tokenizer)
     except OSError as error:
         raise RunError(f"cannot create run directory {path}: {error.strerror}") from error
     return run
 
 
-def reopen_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) -> RunDirectory:
+def reopen_run(
+    path: Path, config: Mapping[str, Any], vocabulary: Vocabulary, *, allow_changes: bool = False
+) -> RunDirectory:
     """The run in a directory, to go on with `config`; a new one where there is none yet.
+
+    Args:
+        path: the directory.
+        config: see `describe_run`.
+        vocabulary: of the text.
+        allow_changes: go on with another model, training or data than the run's, and note what changed in its
+            `config.json`.
 
     Raises:
         RunError: it is a run with another model, training, data or vocabulary.
@@ -81,8 +87,13 @@ def reopen_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) ->
     if not (path / "config.json").exists():
         return create_run(path, config, vocabulary)
     run = open_run(path)
-    if differences := list(_differences(identity_of(run.config), identity_of(config))):
-        raise RunError(f"{path} holds a run with another configuration: {'; '.join(differences)}")
+    before = _completed(run.config, config)
+    differences = list(_differences(identity_of(before), identity_of(config)))
+    if differences and not allow_changes:
+        raise RunError(
+            f"{path} holds a run with another configuration: {'; '.join(differences)}. "
+            "Resume it as it was, or with --allow-changes"
+        )
     if run.tokenizer.exists():
         load_vocabulary(run.tokenizer, size=vocabulary.size)
     else:  # killed right after its creation
@@ -90,7 +101,39 @@ def reopen_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) ->
     if run.config["versions"] != config["versions"]:
         changes = _differences(run.config["versions"], config["versions"])
         logger.warning("losses may differ in the last digits from an uninterrupted run: %s", "; ".join(changes))
+    if differences:
+        logger.warning("going on with another configuration: %s", "; ".join(differences))
+        changes = [*run.config.get("changes", []), differences]
+        try:
+            run = _write_config(path, {**config, "fingerprint": run.fingerprint, "changes": changes})
+        except OSError as error:
+            raise RunError(f"cannot write {path / 'config.json'}: {error.strerror}") from error
     return run
+
+
+def _write_config(path: Path, config: Mapping[str, Any]) -> RunDirectory:
+    temporary = path / f"config.json{TEMPORARY}"
+    temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    os.replace(temporary, path / "config.json")
+    return RunDirectory(path, config)
+
+
+def _completed(config: Mapping[str, Any], asked: Mapping[str, Any]) -> dict[str, Any]:
+    """A configuration that an earlier version wrote, with the settings added since at the values that change nothing.
+
+    For model and training these are the defaults; what is newly said of the text is taken to hold.
+    """
+    fields = {field.name: field.default for field in dataclasses.fields(TrainingConfig)}
+    defaults = {name: value for name, value in fields.items() if value is not dataclasses.MISSING}
+    training = {**defaults, **config["training"]}
+    model = _model_fields(SwitchHeadConfig(**config["model"]))
+    return json.loads(
+        json.dumps({**config, "model": model, "training": training, "data": {**asked["data"], **config["data"]}})
+    )
+
+
+def _model_fields(model: SwitchHeadConfig) -> dict[str, Any]:
+    return {name: getattr(model, name) for name in SwitchHeadConfig.__annotations__}
 
 
 def _differences(run: Any, asked: Any, name: str = "") -> Iterator[str]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import base64
+import functools
+import logging
 import math
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -16,41 +18,85 @@ from torch import Tensor
 from switchhead.data import Batches
 from switchhead.errors import TrainingError
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
+from switchhead.ops import document_boundaries
 from switchhead.runs import Checkpoint, load_model, model_tensors
 from switchhead.train.config import TrainingConfig
+from switchhead.train.diagnosis import first_nonfinite_gradient, first_nonfinite_module
+from switchhead.train.distributed import ALONE, Parallel, Parallelism, World, sharded_like, whole
+from switchhead.train.loss_scale import LossScale
+from switchhead.train.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from switchhead.train.schedule import learning_rate_at
+from switchhead.train.usage import ExpertUsage, measure_usage
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
 class StepMetrics:
-    """What one step measured: nats per token, norm before clipping, seconds."""
+    """What one step measured, over all ranks.
+
+    Attributes:
+        loss: cross-entropy in nats per token, without the auxiliary losses.
+        auxiliary_losses: by name, before their weights.
+        learning_rate: of the step.
+        gradient_norm: before clipping.
+        loss_scale: of float16.
+        skipped: whether the weights were left as they were.
+        seconds: that it took.
+    """
 
     loss: float
     learning_rate: float
     gradient_norm: float
     seconds: float
+    auxiliary_losses: Mapping[str, float] = field(default_factory=dict)
+    loss_scale: float = 1.0
+    skipped: bool = False
 
 
 class Trainer:
-    """A model in training; `save_state` and `restore` carry all of it, so that a restored one goes on bit for bit."""
+    """A model in training; `tensors` with `state`, and `restore`, carry all of it, so that a restored one goes on bit
+    for bit.
+
+    Args:
+        model: what to train.
+        training: how.
+        batches: on what.
+        device: of this rank.
+        world: the ranks; each runs its share of every batch.
+        parallel: how they share the model.
+    """
 
     def __init__(
-        self, model: SwitchHeadConfig, training: TrainingConfig, batches: Batches, device: torch.device
+        self,
+        model: SwitchHeadConfig,
+        training: TrainingConfig,
+        batches: Batches,
+        device: torch.device,
+        world: World = ALONE,
+        parallel: Parallel = "ddp",
     ) -> None:
         torch.manual_seed(training.seed)
-        self.training, self.batches, self.device = training, batches, device
+        self.training, self.batches, self.device, self.world = training, batches, device, world
         self.model = SwitchHeadForCausalLM(model)
         self.model.to(device).train()  # pyright: ignore[reportArgumentType] (transformers hides the signature)
-        # Validation runs the plain model: its shapes vary, and each would be compiled anew.
-        self.forward = torch.compile(self.model) if training.compile else self.model
-        self.optimizer = _make_optimizer(self.model, training)
+        self.parallelism = Parallelism(self.model, world, parallel, compile=training.compile)
+        self.optimizer = make_optimizer(self.model, training)
+        self.loss_scale = LossScale.of(training.dtype)
         self.step = 0
         self.next_batch = 0
-        self.memory: tuple[Tensor, ...] | None = None
+        self.n_nonfinite = 0
+        self._rows = world.share(batches.batch_size)
+        self._parts = _split(batches.batch_size, training.micro_batch_size or batches.batch_size, world)
+        self.memory: list[tuple[Tensor, ...] | None] = [None] * len(self._parts)  # of every micro-batch
+        self._loaded: tuple[int, list[_MicroBatch]] | None = None
+        if world.rank:  # rank 0 draws what a process on its own would
+            torch.manual_seed(training.seed + 1_000_003 * world.rank)
 
     def autocast(self) -> AbstractContextManager:
         """The precision the model runs in."""
-        return torch.autocast(self.device.type, torch.bfloat16, enabled=self.training.dtype == "bfloat16")
+        dtype = torch.float16 if self.training.dtype == "float16" else torch.bfloat16
+        return torch.autocast(self.device.type, dtype, enabled=self.training.dtype != "float32")
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next batch.
@@ -59,89 +105,223 @@ class Trainer:
             TrainingError: loss or gradient is not finite; the weights are as they were.
         """
         start = time.perf_counter()
-        inputs, targets = (t.to(self.device) for t in self.batches.batch(self.next_batch))
-        with self.autocast():
-            output = self.forward(input_ids=inputs, memory=self.memory, shift_labels=targets)
+        random = self._random_state()
+        batch = self._take(self.next_batch)
         self.optimizer.zero_grad()
-        output.loss.backward()
-        norm = torch.nn.utils.clip_grad_norm_(self.model.parameters(), self.training.grad_clip or math.inf)
-        loss_value, norm_value = torch.stack((output.loss.detach(), norm)).tolist()  # waits for the device once
-        self._require_finite(loss_value, norm_value)
+        losses, auxiliary, memory = [], [], []
+        for index, part in enumerate(batch):
+            with self.parallelism.synchronised(last=index == len(batch) - 1):
+                with self.autocast():
+                    output = self.parallelism.forward(**part.arguments, memory=self.memory[index])
+                # Gradients become means over ranks, where the loss is a sum of shares.
+                (output.loss * (part.share * self.world.size * self.loss_scale.scale)).backward()
+            losses.append(_cross_entropy(output) * part.share)
+            auxiliary.append(
+                {
+                    name: value.detach() * part.share
+                    for name, value in (getattr(output, "aux_losses", None) or {}).items()
+                }
+            )
+            memory.append(output.memory if part.share else None)
+        norm = self._clip_gradients()
+        self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
+        names = list(auxiliary[0])
+        sums = [_sum(losses), norm, *(_sum([part[name] for part in auxiliary]) for name in names)]
+        loss, norm, *others = torch.stack(sums).tolist()  # the only wait for the device
+        loss, *others = self.world.sum([loss, *others])
+        finite = math.isfinite(loss) and math.isfinite(norm)
+        overflowed = math.isfinite(loss) and self.loss_scale.overflowed(finite=finite)
+        if not finite and not overflowed:
+            self._skip_or_raise(loss, norm, random)
         learning_rate = learning_rate_at(self.step + 1, self.training)
-        for group in self.optimizer.param_groups:
-            group["lr"] = learning_rate
-        self.optimizer.step()
-        self.memory = output.memory
+        if finite:
+            for group in self.optimizer.param_groups:
+                group["lr"] = learning_rate
+            self.optimizer.step()
+        used_scale = self.loss_scale.scale
+        self.loss_scale.update(finite=finite)
+        self.memory = memory if math.isfinite(loss) else [None] * len(memory)
         self.step += 1
         self.next_batch += 1
         return StepMetrics(
-            loss=loss_value,
+            loss=loss,
             learning_rate=learning_rate,
-            gradient_norm=norm_value,
+            gradient_norm=norm,
             seconds=time.perf_counter() - start,
+            auxiliary_losses=dict(zip(names, others, strict=True)),
+            loss_scale=used_scale,
+            skipped=not finite,
         )
 
+    def measure_usage(self) -> dict[str, ExpertUsage]:
+        """Expert usage of every router on the coming step's first micro-batch of each rank, without dropout."""
+        self.model.eval()
+        try:
+            return measure_usage(self.model, self._repeat_forward, self.world)
+        finally:
+            self.model.train()
+
     def tensors(self) -> dict[str, dict[str, Tensor]]:
-        """Tensors of a checkpoint, by file."""
-        optimizer = {
-            f"{name}.{key}": value
-            for name, parameter in self.model.named_parameters()
-            for key, value in self.optimizer.state[parameter].items()
+        """Tensors of a checkpoint, by file, whole on rank 0; every rank has to ask."""
+        parts = [part for part in self.memory if part is not None]
+        mine = [torch.cat(layer) for layer in zip(*parts, strict=True)]
+        memory = self.world.gather_rows(mine, self.batches.batch_size)
+        return {
+            "model": {name: whole(value) for name, value in model_tensors(self.model).items()},
+            "optimizer": optimizer_tensors(self.optimizer, self.model),
+            "memory": {f"layers.{layer}": states for layer, states in enumerate(memory)},
         }
-        memory = {f"layers.{layer}": states for layer, states in enumerate(self.memory or ())}
-        return {"model": model_tensors(self.model), "optimizer": optimizer, "memory": memory}
 
     def state(self) -> dict[str, Any]:
-        """The rest of a checkpoint, as JSON values."""
-        random = {"cpu": _to_text(torch.get_rng_state())}
-        if self.device.type == "cuda":
-            random["cuda"] = _to_text(torch.cuda.get_rng_state(self.device))
-        return {"data": {"next_batch": self.next_batch}, "random": random}
+        """The rest of a checkpoint, as JSON values; every rank has to ask."""
+        gathered = [self.world.gather(state) for state in self._random_state()]  # [kind][rank]
+        by_rank = [
+            dict(zip(("cpu", "cuda"), map(_to_text, states), strict=False)) for states in zip(*gathered, strict=True)
+        ]
+        return {
+            "data": {"next_batch": self.next_batch},
+            "random": by_rank[0],
+            "random_of_other_ranks": by_rank[1:],
+            "loss_scale": self.loss_scale.state(),
+            "nonfinite_steps": self.n_nonfinite,
+        }
 
     def restore(self, checkpoint: Checkpoint) -> None:
-        """Go back to where a checkpoint was written.
+        """Go back to where a checkpoint was written, on whatever number of ranks.
 
         Raises:
             CheckpointError: it does not fit the model.
         """
-        load_model(self.model, checkpoint)
-        self._restore_optimizer(checkpoint.tensors("optimizer"))
-        memory = checkpoint.tensors("memory")
-        self.memory = tuple(memory[f"layers.{i}"].to(self.device) for i in range(len(memory))) or None
+        state = checkpoint.state
+        load_model(self.model, checkpoint, place=sharded_like)
+        load_optimizer(self.optimizer, self.model, checkpoint.tensors("optimizer"))
+        self._restore_memory(checkpoint.tensors("memory"))
         self.step = checkpoint.step
-        self.next_batch = checkpoint.state["data"]["next_batch"]
-        random = checkpoint.state["random"]
-        torch.set_rng_state(_from_text(random["cpu"]))
-        if self.device.type == "cuda" and "cuda" in random:
-            torch.cuda.set_rng_state(_from_text(random["cuda"]), self.device)
+        self.next_batch = state["data"]["next_batch"]
+        if "loss_scale" in state:
+            self.loss_scale.restore(state["loss_scale"])
+        self.n_nonfinite = state.get("nonfinite_steps", 0)
+        by_rank = [state["random"], *state.get("random_of_other_ranks", ())]
+        if self.world.rank < len(by_rank):
+            random = by_rank[self.world.rank]
+            self._set_random_state([_from_text(random[kind]) for kind in ("cpu", "cuda") if kind in random])
+        else:  # a rank that was not there; its stream must not repeat what it drew at the start
+            torch.manual_seed(self.training.seed + 1_000_003 * self.world.rank + 7919 * self.step)
 
-    def _restore_optimizer(self, tensors: dict[str, Tensor]) -> None:
-        by_name: dict[str, dict[str, Tensor]] = {}
-        for full_name, value in tensors.items():
-            name, key = full_name.rsplit(".", 1)
-            by_name.setdefault(name, {})[key] = value
-        names = {parameter: name for name, parameter in self.model.named_parameters()}
-        parameters: Sequence[Tensor] = [p for group in self.optimizer.param_groups for p in group["params"]]
-        state = {i: by_name[names[p]] for i, p in enumerate(parameters) if names[p] in by_name}
-        self.optimizer.load_state_dict({"state": state, "param_groups": self.optimizer.state_dict()["param_groups"]})
+    def _take(self, number: int) -> list[_MicroBatch]:
+        """This rank's micro-batches of a batch, on its device."""
+        if self._loaded is None or self._loaded[0] != number:
+            self._loaded = number, self._load(number)
+        return self._loaded[1]
 
-    def _require_finite(self, loss: float, gradient_norm: float) -> None:
-        for name, value in (("loss", loss), ("gradient norm", gradient_norm)):
-            if not math.isfinite(value):
-                raise TrainingError(
-                    f"the {name} is {value} at step {self.step + 1}; the weights were left as they are. Resume from "
-                    f"the last checkpoint, or start again with a lower learning_rate (now "
-                    f"{self.training.learning_rate:g}), a longer warm-up or stronger clipping"
-                )
+    def _load(self, number: int) -> list[_MicroBatch]:
+        batch = self.batches.batch(number, self._rows or range(1))
+        loaded = []
+        for part in self._parts:
+            # A rank without rows left runs one that does not count: all have to take part in every exchange.
+            rows = batch.rows(part or slice(1))
+            arguments: dict[str, Any] = {"input_ids": rows.inputs, "shift_labels": rows.targets}
+            if rows.position_ids is not None:
+                arguments["position_ids"] = rows.position_ids
+                arguments["cu_seqlens"] = document_boundaries(rows.position_ids)
+            arguments = {name: self._to_device(value) for name, value in arguments.items()}
+            if self.training.loss_chunk_length is not None:
+                arguments["loss_chunk_length"] = self.training.loss_chunk_length
+            loaded.append(_MicroBatch(arguments, len(rows) / self.batches.batch_size if part else 0.0))
+        return loaded
+
+    def _to_device(self, tensor: Tensor) -> Tensor:
+        if self.device.type == "cuda":  # from pinned memory the host need not wait for the copy
+            return tensor.pin_memory().to(self.device, non_blocking=True)
+        return tensor.to(self.device)
+
+    @torch.no_grad()
+    def _repeat_forward(self, index: int = 0) -> None:
+        """Run a micro-batch of the coming step through the plain model."""
+        with self.autocast():
+            self.model(**self._take(self.next_batch)[index].arguments, memory=self.memory[index])
+
+    def _clip_gradients(self) -> Tensor:
+        """Undo the loss scale and clip; the norm before, over all ranks."""
+        parameters = list(self.model.parameters())
+        if self.loss_scale.scale != 1:
+            for parameter in parameters:
+                if parameter.grad is not None:
+                    parameter.grad.mul_(1 / self.loss_scale.scale)
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.training.grad_clip or math.inf)
+        return whole(norm).to(self.device)
+
+    def _skip_or_raise(self, loss: float, gradient_norm: float, random: Sequence[Tensor]) -> None:
+        name, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", gradient_norm)
+        what = f"the {name} is {value} at step {self.step + 1}; the weights were left as they are"
+        if self.n_nonfinite < self.training.skip_nonfinite:
+            self.n_nonfinite += 1
+            logger.warning("%s (%d of %d such steps)", what, self.n_nonfinite, self.training.skip_nonfinite)
+            return
+        raise TrainingError(
+            f"{what}. {self._find_nonfinite(random)}. Resume from the last checkpoint, or start again with a lower "
+            f"learning_rate (now {self.training.learning_rate:g}), a longer warm-up or stronger clipping"
+        )
+
+    def _find_nonfinite(self, random: Sequence[Tensor]) -> str:
+        """Run the step's forward again, with the same dropout, to see where it stops being finite."""
+        gradient = first_nonfinite_gradient(self.model, self.world)
+        after = self._random_state()
+        self._set_random_state(random)
+        try:
+            for index in range(len(self._parts)):
+                forward = functools.partial(self._repeat_forward, index)
+                if module := first_nonfinite_module(self.model, forward, self.world):
+                    return f"The first module whose output is not finite is {module}"
+        finally:
+            self._set_random_state(after)
+        if gradient:
+            return f"All modules' outputs are finite; going back, the gradient of {gradient} is the first that is not"
+        return "All modules' outputs are finite when the step is repeated"
+
+    def _restore_memory(self, memory: dict[str, Tensor]) -> None:
+        """Give this rank the lanes of its rows; a batch of another size starts without memory."""
+        layers = [memory[f"layers.{i}"] for i in range(len(memory))]
+        if layers and len(layers[0]) != self.batches.batch_size:
+            logger.warning("the checkpoint's memory is of %d lanes: starting without it", len(layers[0]))
+            layers = []
+        mine = [states[self._rows.start : self._rows.stop] for states in layers]
+        self.memory = [
+            tuple(states[part].to(self.device) for states in mine) if part and mine else None for part in self._parts
+        ]
+
+    def _random_state(self) -> list[Tensor]:
+        states = [torch.get_rng_state()]
+        return [*states, torch.cuda.get_rng_state(self.device)] if self.device.type == "cuda" else states
+
+    def _set_random_state(self, states: Sequence[Tensor]) -> None:
+        torch.set_rng_state(states[0])
+        if self.device.type == "cuda" and len(states) > 1:
+            torch.cuda.set_rng_state(states[1], self.device)
 
 
-def _make_optimizer(model: SwitchHeadForCausalLM, training: TrainingConfig) -> torch.optim.Optimizer:
-    parameters = list(model.parameters())
-    groups = [
-        {"params": [p for p in parameters if p.ndim >= 2], "weight_decay": training.weight_decay},
-        {"params": [p for p in parameters if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return torch.optim.AdamW(groups, lr=training.learning_rate, betas=training.betas, eps=training.eps, fused=True)
+@dataclass(frozen=True)
+class _MicroBatch:
+    """Arguments of the model's forward, and the share of its loss in the batch's."""
+
+    arguments: dict[str, Any]
+    share: float
+
+
+def _split(batch_size: int, size: int, world: World) -> list[slice | None]:
+    """Micro-batches of this rank's rows: as many as the rank with most rows has, None where it has none left."""
+    most, mine = (len(World(rank, world.size).share(batch_size)) for rank in (0, world.rank))
+    return [slice(start, min(start + size, mine)) if start < mine else None for start in range(0, most, size)]
+
+
+def _cross_entropy(output: Any) -> Tensor:
+    loss = output.loss.detach()
+    aux_loss = getattr(output, "aux_loss", None)
+    return loss if aux_loss is None else loss - aux_loss.detach()
+
+
+def _sum(values: Sequence[Tensor]) -> Tensor:
+    return torch.stack(tuple(values)).sum()
 
 
 def _to_text(state: Tensor) -> str:

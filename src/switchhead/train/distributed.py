@@ -1,0 +1,244 @@
+"""The processes that train one model together, started by `torchrun`: who takes which rows, what they tell each other.
+
+Small things (losses, decisions, random states, memory) travel as CPU tensors through gloo, so that no GPU is waited
+for; gradients and sharded weights are the business of PyTorch's DDP and FSDP2.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass
+from datetime import timedelta
+from typing import Literal, TypeVar, get_args
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.tensor import DTensor, Shard, distribute_tensor
+from torch.nn.parallel import DistributedDataParallel
+
+from switchhead.errors import RunError, SwitchHeadError, TrainingError
+
+Parallel = Literal["ddp", "fsdp"]
+Result = TypeVar("Result")
+TIMEOUT = timedelta(minutes=10)  # for a rank that hangs; one that dies is noticed at once
+
+
+@dataclass(frozen=True)
+class World:
+    """This process among all of them; `ALONE` is one without others.
+
+    Attributes:
+        rank: number of the process.
+        size: processes in all.
+        local_rank: number of the process on its host.
+    """
+
+    rank: int = 0
+    size: int = 1
+    local_rank: int = 0
+
+    @property
+    def is_first(self) -> bool:
+        """Whether this process writes files and speaks for all."""
+        return self.rank == 0
+
+    def share(self, rows: int) -> range:
+        """The rows of a batch that this rank takes: consecutive, the first ranks one more where they do not divide."""
+        return self._share_of(self.rank, rows)
+
+    def place(self, device: torch.device) -> torch.device:
+        """The device of this rank.
+
+        Raises:
+            RunError: there are more ranks on this host than GPUs.
+        """
+        if device.type != "cuda" or self.size == 1:
+            return device
+        if self.local_rank >= torch.cuda.device_count():
+            raise RunError(
+                f"rank {self.rank} finds {torch.cuda.device_count()} GPUs for {self.local_rank + 1} or more ranks on "
+                "this host: lower --nproc-per-node"
+            )
+        return torch.device("cuda", self.local_rank)
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all ranks, the same on each."""
+        return self._reduce(values, dist.ReduceOp.SUM)
+
+    def min(self, values: Sequence[float]) -> list[float]:
+        """Least values over all ranks."""
+        return self._reduce(values, dist.ReduceOp.MIN)
+
+    def any(self, flag: bool) -> bool:
+        """Whether any rank says so."""
+        return self.sum([float(flag)])[0] > 0
+
+    def first(self, action: Callable[[], Result]) -> Result | None:
+        """Let rank 0 do something while the others wait; its result there, None elsewhere.
+
+        Raises:
+            RunError: elsewhere, when it failed on rank 0, which raises its own error.
+        """
+        failure: SwitchHeadError | None = None
+        result = None
+        if self.is_first:
+            try:
+                result = action()
+            except SwitchHeadError as error:
+                failure = error
+        failed = self.any(failure is not None)
+        if failure is not None:
+            raise failure
+        if failed:
+            raise RunError(f"rank {self.rank} stops because rank 0 failed; its message says why")
+        return result
+
+    def gather(self, tensor: Tensor) -> list[Tensor]:
+        """CPU tensors of one shape from all ranks, by rank."""
+        if self.size == 1:
+            return [tensor]
+        gathered = [torch.empty_like(tensor) for _ in range(self.size)]
+        dist.all_gather(gathered, tensor)
+        return gathered
+
+    def gather_rows(self, tensors: Sequence[Tensor], rows: int) -> list[Tensor]:
+        """On rank 0, tensors of which every rank has its `share` of `rows`, whole and on the CPU; elsewhere none."""
+        if self.size == 1:
+            return list(tensors)
+        tensors = [tensor.cpu() for tensor in tensors]
+        if not self.is_first:
+            for tensor in tensors:
+                dist.send(tensor.contiguous(), dst=0)
+            return []
+        parts = [[tensor] for tensor in tensors]
+        for rank in range(1, self.size):
+            if n_rows := len(self._share_of(rank, rows)):
+                for part in parts:
+                    part.append(part[0].new_empty(n_rows, *part[0].shape[1:]))
+                    dist.recv(part[-1], src=rank)
+        return [torch.cat(part) for part in parts]
+
+    def _share_of(self, rank: int, rows: int) -> range:
+        each, more = divmod(rows, self.size)
+        start = rank * each + min(rank, more)
+        return range(start, start + each + (rank < more))
+
+    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+        if self.size == 1:
+            return list(values)
+        reduced = torch.tensor(values, dtype=torch.float64)
+        dist.all_reduce(reduced, op=operation)
+        return reduced.tolist()
+
+
+ALONE = World()
+
+
+@contextlib.contextmanager
+def join_world(device: torch.device) -> Iterator[World]:
+    """The processes that `torchrun` started; a world of one without it.
+
+    Raises:
+        TrainingError: another process was lost.
+    """
+    if not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ:
+        yield ALONE
+        return
+    backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
+    if (place := world.place(device)).type == "cuda":
+        torch.cuda.set_device(place)
+    try:
+        dist.init_process_group(backend, timeout=TIMEOUT)
+        yield world
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        raise TrainingError(
+            f"rank {world.rank} of {world.size} lost another rank ({str(error).splitlines()[0]}): its own message or "
+            "torchrun's says why. --resume goes on from the last checkpoint, on any number of ranks"
+        ) from error
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class Parallelism:
+    """A model on several ranks: what to call, and when gradients are summed.
+
+    Gradients become the mean over ranks, so that a rank's loss counts `world.size` times its share.
+
+    Args:
+        model: on its device, the same on every rank; sharded in place by "fsdp".
+        world: the ranks.
+        kind: "ddp" keeps the model whole on every rank, "fsdp" shards parameters, gradients and optimizer state.
+        compile: run it through `torch.compile`.
+
+    Raises:
+        RunError: "fsdp" without `torchrun`.
+    """
+
+    def __init__(self, model: nn.Module, world: World, kind: Parallel = "ddp", *, compile: bool = False) -> None:
+        if kind not in get_args(Parallel):
+            raise ValueError(f"parallel is {kind!r}; it must be one of {', '.join(get_args(Parallel))}")
+        if kind == "fsdp":
+            _shard(model, world, compile=compile)
+            self.forward: Callable = model
+        else:
+            # Validation runs the plain model: its shapes vary, and each would be compiled anew.
+            self.forward = torch.compile(model) if compile else model
+            if world.size > 1:
+                self.forward = DistributedDataParallel(
+                    self.forward,  # pyright: ignore[reportArgumentType] (a compiled module is one)
+                    broadcast_buffers=False,
+                    gradient_as_bucket_view=True,
+                )
+
+    def synchronised(self, *, last: bool) -> AbstractContextManager:
+        """Around forward and backward of a micro-batch: gradients are summed over ranks after the last one only."""
+        if isinstance(self.forward, FSDPModule):
+            self.forward.set_requires_gradient_sync(last)
+        elif isinstance(self.forward, DistributedDataParallel) and not last:
+            return self.forward.no_sync()
+        return contextlib.nullcontext()
+
+
+def whole(tensor: Tensor) -> Tensor:
+    """A tensor, or on the CPU all shards of one: every rank has to ask."""
+    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+
+
+def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
+    """This rank's part of a tensor that all ranks have."""
+    if not isinstance(like, DTensor):
+        return tensor
+    tensor = tensor.to(like.device)
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+def _shard(model: nn.Module, world: World, *, compile: bool) -> None:
+    if not dist.is_initialized():
+        raise RunError("fsdp shards a model over the processes of torchrun: start it with torchrun, or use ddp")
+    device = next(model.parameters()).device
+    mesh = init_device_mesh(device.type, (world.size,))
+
+    def placement(parameter: nn.Parameter) -> Shard:
+        """The first dimension that divides; only the first of all may be cut unevenly."""
+        return Shard(next((dim for dim, width in enumerate(parameter.shape) if width % world.size == 0), 0))
+
+    for layer in model.model.layers:  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
+        if compile:
+            layer.compile()
+        fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
+    fully_shard(model, mesh=mesh, shard_placement_fn=placement)
+
+
+def _is_lost_connection(error: RuntimeError) -> bool:
+    """gloo raises plain RuntimeErrors, which only their text tells from others."""
+    return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)
