@@ -8,6 +8,7 @@ import torch
 from switchhead import MultiHeadAttention, Rotary, SwitchHeadAttention
 from switchhead.convert import from_authors, to_authors
 from switchhead.convert.authors import KINDS
+from switchhead.nn import HeadGatedAttention, MoAAttention, SigmaMoE
 from tests.helpers import relative_error
 
 HERE = Path(__file__).parent.parent / "golden"
@@ -18,6 +19,7 @@ def kind_of(path):
     return next((kind for kind in KINDS if path.name.startswith(kind)), None)
 
 
+INPUTS = {"memory": "memory", "padding": "key_padding_mask"}
 GOLDEN = sorted({p.name: p for folder in (MORE, HERE) for p in folder.glob("*.npz") if kind_of(p)}.items())
 
 
@@ -33,7 +35,7 @@ def test_output_and_every_gradient_agree_with_the_authors_layer(path):
     layer = from_authors(kind_of(path), file["param/"], causal="bidirectional" not in path.name, **file["meta/"])
     inputs = {name: torch.tensor(value) for name, value in file["input/"].items()}
     x = inputs["x"].requires_grad_()
-    y = layer(x, memory=inputs.get("memory"), key_padding_mask=inputs.get("padding"))
+    y = layer(x, **{ours: inputs[name] for name, ours in INPUTS.items() if name in inputs})
     y.backward(inputs["grad_y"])
     assert relative_error(y, torch.tensor(file["output/"]["y"])) < 1e-5
     assert relative_error(x.grad, torch.tensor(file["output/"]["grad_input/x"])) < 1e-5
@@ -70,6 +72,20 @@ def random_layers():
     one = dict(n_experts=1, k=1, expert_projections="o")
     yield "research_xl", SwitchHeadAttention(**{**sizes, **one}, positions="relative")
     yield "research_dense_xl", MultiHeadAttention(d_model=16, n_heads=2, d_head=6, positions="relative")
+    for gating in ("softmax", "softmax_chosen", "sigmoid"):
+        yield (
+            "research_moa",
+            MoAAttention(d_model=16, n_heads=2, n_experts=5, d_head=6, positions="relative", gating=gating),
+        )
+    for gating in ("softmax", "sigmoid"):
+        yield "research_sigma_moe", SigmaMoE(d_model=16, n_experts=5, expert_size=6, k=2, gating=gating)
+
+
+MODES = {
+    "softmax": dict(mode="moa"),
+    "softmax_chosen": dict(mode="my", selection_mode="softmax"),
+    "sigmoid": dict(mode="my"),
+}
 
 
 @pytest.mark.parametrize(
@@ -79,6 +95,11 @@ def test_to_authors_and_from_authors_are_inverse(kind, layer):
     layer.authors_kind = kind
     if kind == "research_dense_xl":
         meta = dict(state_size=16, n_heads=2, projection_size=6)
+    elif kind == "research_moa":
+        meta = dict(state_size=16, n_heads=2, n_experts=5, projection_size=6) | MODES[layer.router.gating]
+    elif kind == "research_sigma_moe":
+        mode = {"softmax": "gate", "sigmoid": "sigmoid"}[layer.router.gating]
+        meta = dict(dmodel=16, n_experts=5, expert_size=6, n_heads=2, selection_mode=mode)
     elif kind.startswith("switchhead"):
         meta = dict(d_model=16, n_heads=2, n_experts=layer.n_experts, d_head=6, moe_k=layer.k)
         if kind == "switchhead_rope":
@@ -165,3 +186,30 @@ def test_the_order_of_expert_projections_does_not_matter():
         d_model=16, n_heads=2, n_experts=3, d_head=6, k=2, positions="rotary", expert_projections="ov"
     )
     assert set(to_authors(layer)) == {"q.weight", "k.weight", "v", "o", "sel_v", "sel_o"}
+
+
+def test_what_the_authors_layout_cannot_say_is_refused():
+    sizes = dict(d_model=16, n_heads=2, n_experts=3, d_head=6, k=2, positions="relative")
+    pool = dict(d_model=16, n_experts=3, expert_size=6, k=2)
+    refused = [
+        (SwitchHeadAttention(**sizes, gating="softmax"), "'softmax' cannot be converted"),
+        (SwitchHeadAttention(**sizes, router_threshold=0.1), "no threshold; 0.1 cannot be converted"),
+        (SigmaMoE(**pool, router_threshold=0.1), "no threshold; 0.1 cannot be converted"),
+        (SwitchHeadAttention(**sizes, qk_norm=True), "qk_norm=True cannot be converted"),
+        (MultiHeadAttention(d_model=16, n_heads=2, d_head=6, positions="relative", qk_norm=True), "qk_norm=True"),
+        (HeadGatedAttention(d_model=16, n_heads=2, d_head=6, k=1, positions="relative"), "no layer like this one"),
+        (MoAAttention(d_model=16, n_heads=2, n_experts=3, d_head=6, positions="rotary"), "no layer like this one"),
+    ]
+    for layer, message in refused:
+        with pytest.raises(ValueError, match=message):
+            to_authors(layer)
+
+
+def test_unknown_modes_of_moa_and_sigma_moe_are_named():
+    with pytest.raises(ValueError, match=r"unknown modes \('my', 'tanh'\)"):
+        from_authors(
+            "research_moa", {}, state_size=16, n_heads=2, n_experts=5, projection_size=6, selection_mode="tanh"
+        )
+    with pytest.raises(ValueError, match="unknown modes sinkhorn"):
+        meta = dict(dmodel=16, n_experts=5, expert_size=6, n_heads=2, selection_mode="sinkhorn")
+        from_authors("research_sigma_moe", {}, **meta)

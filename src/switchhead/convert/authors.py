@@ -1,7 +1,7 @@
 """Layers of the paper's authors, by parameter names and layouts, to ours and back.
 
 Two families exist: the stand-alone layers (`switchhead_rope`, `switchhead_xl`) and those of the research code
-(`research_xl`, `research_dense_xl`). A kind is described once, by a list of `_Field`s: our parameter, the authors' name
+(`research_xl`, `research_dense_xl`, `research_moa`, `research_sigma_moe`). A kind is described once, by a list of `_Field`s: our parameter, the authors' name
 for it, and the two layouts' relation; both directions follow from it.
 """
 
@@ -14,9 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from switchhead.nn import MultiHeadAttention, Relative, Rotary, SwitchHeadAttention
+from switchhead.nn import MoAAttention, MultiHeadAttention, Relative, Rotary, SigmaMoE, SwitchHeadAttention
 
-KINDS = ("switchhead_rope", "switchhead_xl", "research_xl", "research_dense_xl")
+KINDS = (
+    "switchhead_rope",
+    "switchhead_xl",
+    "research_xl",
+    "research_dense_xl",
+    "research_moa",
+    "research_sigma_moe",
+)
+Layer = SwitchHeadAttention | MultiHeadAttention | MoAAttention | SigmaMoE
+
+# The authors' `mode` and `selection_mode` by our gating; in MoA's mode `moa` the second has no effect.
+_MOA_MODES = {"softmax": ("moa", None), "sigmoid": ("my", "sigmoid"), "softmax_chosen": ("my", "softmax")}
+_SIGMA_MOE_MODES = {"sigmoid": "sigmoid", "softmax": "gate"}
 
 
 class _Field(NamedTuple):
@@ -28,9 +40,7 @@ class _Field(NamedTuple):
     to_theirs: Callable[..., Tensor]
 
 
-def from_authors(
-    kind: str, params: Mapping[str, Tensor | np.ndarray], *, causal: bool = True, **meta: object
-) -> SwitchHeadAttention | MultiHeadAttention:
+def from_authors(kind: str, params: Mapping[str, Tensor | np.ndarray], *, causal: bool = True, **meta: object) -> Layer:
     """Build our layer from the authors' parameters.
 
     Args:
@@ -41,6 +51,8 @@ def from_authors(
         **meta: constructor arguments by the authors' names: `d_model, n_heads, n_experts, d_head, moe_k,
             rotate_fraction` (0.5; 0: no positions), or `state_size, n_heads, n_experts, projection_size, moe_k,
             {q,k,v,o}_expert` (True), `same_sel` (False; as theirs, without effect unless v and o both have experts).
+            MoA: `n_heads` (the active ones), `mode` ("moa" or "my"), `selection_mode` ("sigmoid" or "softmax", of mode
+            "my"); sigma-MoE: `dmodel, n_experts, expert_size, n_heads` (its k), `selection_mode` ("sigmoid" or "gate").
 
     Raises:
         ValueError: unknown kind or meta key, a missing or unexpected parameter, a shape that does not fit, or a
@@ -72,13 +84,14 @@ def from_authors(
     return layer
 
 
-def to_authors(module: SwitchHeadAttention | MultiHeadAttention, grad: bool = False) -> dict[str, Tensor]:
+def to_authors(module: Layer, grad: bool = False) -> dict[str, Tensor]:
     """The layer's parameters, or their gradients, by the authors' names and layouts.
 
     Raises:
-        ValueError: the authors have no such layer, or a parameter has no gradient (a missing one would look like a
-            zero).
+        ValueError: the authors have no such layer, the layer has an option that theirs lack, or a parameter has no
+            gradient (a missing one would look like a zero).
     """
+    _refuse_options(module)
     kind = getattr(module, "authors_kind", None) or _nearest_kind(module)
     tensors = {}
     for name, parameter in module.named_parameters():
@@ -92,7 +105,11 @@ def to_authors(module: SwitchHeadAttention | MultiHeadAttention, grad: bool = Fa
 def _nearest_kind(module: nn.Module) -> str:
     """Kind of a layer that did not come from the authors: the stand-alone one where it can express the layer."""
     positions = getattr(module, "positions", None)
-    if isinstance(module, MultiHeadAttention) and isinstance(positions, Relative):
+    if isinstance(module, SigmaMoE):
+        return "research_sigma_moe"
+    if isinstance(module, MoAAttention) and isinstance(positions, Relative):
+        return "research_moa"
+    if type(module) is MultiHeadAttention and isinstance(positions, Relative):  # no gated heads
         if module.n_kv_heads == module.n_heads:
             return "research_dense_xl"
     elif isinstance(module, SwitchHeadAttention) and positions is not None:
@@ -105,12 +122,28 @@ def _nearest_kind(module: nn.Module) -> str:
     raise ValueError(f"the authors have no layer like this one: {module}")
 
 
+def _refuse_options(module: nn.Module) -> None:
+    """The authors' layers have neither of these, so their parameters alone would say something else."""
+    if getattr(module, "qk_norm", None) is not None:
+        raise ValueError("the authors' layers do not norm queries and keys; qk_norm=True cannot be converted")
+    for name in ("router", "source_router", "destination_router"):
+        router = getattr(module, name, None)
+        if router is None:
+            continue
+        if router.threshold:
+            raise ValueError(f"the authors' routers have no threshold; {router.threshold} cannot be converted")
+        if isinstance(module, SwitchHeadAttention) and router.gating != "sigmoid":
+            raise ValueError(
+                f"the authors' SwitchHead layers have sigmoid gates; {router.gating!r} cannot be converted"
+            )
+
+
 def _plain(value: object) -> object:
     """0-d arrays, as numpy files hold them, to Python numbers."""
     return value.item() if isinstance(value, np.ndarray | np.generic | Tensor) else value
 
 
-def _build(kind: str, causal: bool, meta: dict) -> SwitchHeadAttention | MultiHeadAttention:
+def _build(kind: str, causal: bool, meta: dict) -> Layer:
     if kind not in KINDS:
         raise ValueError(f"kind={kind!r} is unknown; use one of {', '.join(KINDS)}")
     research = kind.startswith("research")
@@ -121,6 +154,22 @@ def _build(kind: str, causal: bool, meta: dict) -> SwitchHeadAttention | MultiHe
             raise ValueError(f"meta of kind {kind} lacks {name!r}")
         return given.pop(name, *default)
 
+    def choose(modes: Mapping[str, object], given: object) -> Any:
+        for gating, mode in modes.items():
+            if mode == given:
+                return gating
+        raise ValueError(f"meta of kind {kind} has unknown modes {given}; use one of {list(modes.values())}")
+
+    if kind == "research_sigma_moe":
+        layer = SigmaMoE(
+            d_model=take("dmodel"),
+            n_experts=take("n_experts"),
+            expert_size=take("expert_size"),
+            k=take("n_heads"),
+            gating=choose(_SIGMA_MOE_MODES, take("selection_mode", "sigmoid")),
+        )
+        _refuse_unknown(kind, given)
+        return layer
     sizes: dict = {
         "d_model": take("state_size" if research else "d_model"),
         "n_heads": take("n_heads"),
@@ -133,6 +182,10 @@ def _build(kind: str, causal: bool, meta: dict) -> SwitchHeadAttention | MultiHe
         sizes["positions"] = Rotary(fraction=fraction) if fraction else None
     if kind == "research_dense_xl":
         layer = MultiHeadAttention(**sizes)
+    elif kind == "research_moa":
+        mode, selection = take("mode", "my"), take("selection_mode", "sigmoid")
+        gating = choose(_MOA_MODES, (mode, None if mode == "moa" else selection))
+        layer = MoAAttention(**sizes, n_experts=take("n_experts"), gating=gating)
     else:
         n_experts = take("n_experts")
         experts = "".join(p for p in "qkvo" if take(f"{p}_expert", True)) if research else "vo"
@@ -148,9 +201,13 @@ def _build(kind: str, causal: bool, meta: dict) -> SwitchHeadAttention | MultiHe
             expert_projections=experts,
             shared_selection=research and take("same_sel", False) and {"v", "o"} <= set(experts),
         )
-    if given:
-        raise ValueError(f"meta of kind {kind} has unknown keys {sorted(given)}")
+    _refuse_unknown(kind, given)
     return layer
+
+
+def _refuse_unknown(kind: str, keys: Mapping[str, object]) -> None:
+    if keys:
+        raise ValueError(f"meta of kind {kind} has unknown keys {sorted(keys)}")
 
 
 def _same(name: str, ours: str) -> _Field:
@@ -162,7 +219,32 @@ def _per_expert(name: str, ours: str, heads: int, experts: int) -> _Field:
     return _Field(name, (ours,), lambda t: (t.unflatten(0, (heads, experts)),), lambda t: t.flatten(0, 1))
 
 
+def _pool(name: str, ours: str) -> _Field:
+    """`[E, ...]` of theirs, `[1, E, ...]` of ours: experts, and their router, of one pool."""
+    return _Field(name, (ours,), lambda t: (t[None],), lambda t: t[0])
+
+
 def _fields(layer: nn.Module, kind: str) -> list[_Field]:
+    if isinstance(layer, SigmaMoE):
+        return [
+            _pool("keys", "up_proj.weight"),
+            _pool("values", "down_proj.weight"),
+            _pool("expert_sel", "router.weight"),
+        ]
+    if isinstance(layer, MoAAttention):
+        return [
+            _pool("data_to_q", "q_proj.weight"),
+            _Field(  # columns: those of the keys, then those of the values
+                "data_to_kv",
+                ("k_proj.weight", "v_proj.weight"),
+                lambda t: tuple(t.mT.chunk(2)),
+                lambda k, v: torch.cat([k, v]).mT,
+            ),
+            _pool("out_proj", "o_proj.weight"),
+            _same("pos_to_pk", "position_proj.weight"),
+            _pool("sel_dst", "router.weight"),
+            _same("scale", "scale"),
+        ]
     if isinstance(layer, MultiHeadAttention):
         heads, d = layer.n_heads, layer.d_head
         return [
