@@ -207,9 +207,7 @@ def test_what_the_authors_layout_cannot_say_is_refused():
 
 def test_unknown_modes_of_moa_and_sigma_moe_are_named():
     with pytest.raises(ValueError, match=r"unknown modes \('my', 'tanh'\)"):
-        from_authors(
-            "research_moa", {}, state_size=16, n_heads=2, n_experts=5, projection_size=6, selection_mode="tanh"
-        )
+        from_authors("research_moa", {}, state_size=16, n_heads=2, projection_size=6, selection_mode="tanh")
+    meta = dict(dmodel=16, n_experts=5, expert_size=6, n_heads=2, selection_mode="sinkhorn")
     with pytest.raises(ValueError, match="unknown modes sinkhorn"):
-        meta = dict(dmodel=16, n_experts=5, expert_size=6, n_heads=2, selection_mode="sinkhorn")
         from_authors("research_sigma_moe", {}, **meta)

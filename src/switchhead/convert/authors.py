@@ -1,8 +1,8 @@
 """Layers of the paper's authors, by parameter names and layouts, to ours and back.
 
 Two families exist: the stand-alone layers (`switchhead_rope`, `switchhead_xl`) and those of the research code
-(`research_xl`, `research_dense_xl`, `research_moa`, `research_sigma_moe`). A kind is described once, by a list of `_Field`s: our parameter, the authors' name
-for it, and the two layouts' relation; both directions follow from it.
+(`research_xl`, `research_dense_xl`, `research_moa`, `research_sigma_moe`). A kind is described once, by a list of
+`_Field`s: our parameter, the authors' name for it, and the two layouts' relation; both directions follow from it.
 """
 
 from __future__ import annotations
@@ -133,9 +133,7 @@ def _refuse_options(module: nn.Module) -> None:
         if router.threshold:
             raise ValueError(f"the authors' routers have no threshold; {router.threshold} cannot be converted")
         if isinstance(module, SwitchHeadAttention) and router.gating != "sigmoid":
-            raise ValueError(
-                f"the authors' SwitchHead layers have sigmoid gates; {router.gating!r} cannot be converted"
-            )
+            raise ValueError(f"the authors' SwitchHead has sigmoid gates; {router.gating!r} cannot be converted")
 
 
 def _plain(value: object) -> object:
