@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.checkpoint import checkpoint
 
 from switchhead import MultiHeadAttention, Rotary, SwitchHeadAttention
+from switchhead.nn import HeadGatedAttention, MoAAttention
 from switchhead.ops import document_boundaries
 from tests.helpers import gradients, relative_error
 
@@ -18,6 +19,10 @@ LAYERS = {
     "switchhead": lambda **o: SwitchHeadAttention(**{**dict(d_model=12, n_heads=2, n_experts=3, d_head=7, k=2), **o}),
     "mha": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7), **o}),
     "gqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=2), **o}),
+    "switchhead-qk-norm": lambda **o: LAYERS["switchhead"](**{"qk_norm": True, **o}),
+    "moa": lambda **o: MoAAttention(**{**dict(d_model=12, n_heads=3, n_experts=5, d_head=7), **o}),
+    "moa-qk-norm": lambda **o: LAYERS["moa"](**{"qk_norm": True, **o}),
+    "head-gating": lambda **o: HeadGatedAttention(**{**dict(d_model=12, n_heads=4, d_head=7, k=2), **o}),
     "mqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=1), **o}),
 }
 POSITIONS = ["none", "rotary", "relative"]
@@ -342,7 +347,7 @@ def test_widths_padded_inside_change_nothing(make, positions, monkeypatch):
     module, x, memory = make(positions=positions).double(), inputs().requires_grad_(), inputs()
     tensors = [x, *module.parameters()]
     plain = module(x, memory=memory)
-    for name in ("ops.attention", "nn.projections", "nn.switchhead", "nn.multihead"):  # as on a GPU
+    for name in ("ops.attention", "nn.projections", "nn.switchhead", "nn.multihead", "nn.moa"):  # as on a GPU
         monkeypatch.setattr(f"switchhead.{name}.aligned_width", lambda width, device: -(-width // 16) * 16)
     padded = module(x, memory=memory)
     assert padded.shape == plain.shape

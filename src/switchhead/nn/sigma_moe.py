@@ -88,7 +88,7 @@ class SigmaMoE(nn.Module):
         """
         if x.shape[-1] != self.d_model:
             raise ValueError(f"x must be [..., d_model={self.d_model}]; got {tuple(x.shape)}")
-        tokens = x.flatten(0, -2)  # [N, D]
+        tokens = x.reshape(-1, self.d_model)  # [N, D]
         routing = self.router(tokens)
         hidden = F.relu(self.up_proj(tokens, routing))  # [N, 1, K, expert_size]
         y = self.down_proj(hidden[:, 0], routing.per_slot()).view(x.shape)

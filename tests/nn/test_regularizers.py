@@ -1,0 +1,96 @@
+"""Auxiliary losses against cases computed by hand, with padding, and over several ranks."""
+
+import math
+
+import pytest
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as mp
+
+from switchhead.nn.regularizers import cv_loss, entropy_loss, router_z_loss, switch_loss
+from tests.helpers import relative_error
+
+LOG2, LOG3 = math.log(2), math.log(3)
+# Two tokens and three experts with probabilities 1/2, 1/4, 1/4 and 1/4, 1/2, 1/4; then a token that is padding.
+SCORES = torch.tensor([[LOG2, 0.0, 0.0], [0.0, LOG2, 0.0], [5.0, -7.0, 9.0]], dtype=torch.float64)
+GATES = torch.tensor([[0.5, 0.25, 0.0], [0.25, 0.5, 0.0], [0.0, 3.0, 8.0]], dtype=torch.float64)
+IS_TOKEN = torch.tensor([True, True, False])
+
+
+@pytest.mark.parametrize(("rows", "mask"), [(slice(2), None), (slice(3), IS_TOKEN)], ids=["tokens", "and padding"])
+def test_losses_are_those_computed_by_hand(rows, mask):
+    scores, gates = SCORES[rows], GATES[rows]
+    # Loads 3/4, 3/4, 0: mean 1/2, sum of squared deviations 3/8, unbiased variance 3/16.
+    assert cv_loss(gates, mask).item() == pytest.approx((3 / 16) / (1 / 4), rel=1e-12)
+    # Probabilities 3/8, 3/8, 1/4 and frequencies 1/2, 1/2, 0.
+    assert switch_loss(scores, gates, mask).item() == pytest.approx(3 * (3 / 8), rel=1e-12)
+    # Both sums of exponentials are 4.
+    assert router_z_loss(scores, mask).item() == pytest.approx(math.log(4) ** 2, rel=1e-12)
+    expected = 2 * (3 / 8) * math.log(3 / 8) + (1 / 4) * math.log(1 / 4)
+    assert entropy_loss(scores, mask).item() == pytest.approx(expected, rel=1e-12)
+
+
+def test_losses_are_least_where_experts_are_used_evenly():
+    even, gates = torch.zeros(4, 4, dtype=torch.float64), torch.eye(4, dtype=torch.float64)
+    assert cv_loss(gates).item() == pytest.approx(0.0, abs=1e-15)
+    assert switch_loss(even, gates).item() == pytest.approx(1.0)
+    assert entropy_loss(even).item() == pytest.approx(-math.log(4))
+    certain = torch.full((4, 4), -1000.0).fill_diagonal_(0.0)[:1].expand(4, 4).double()
+    assert entropy_loss(certain).item() == pytest.approx(0.0, abs=1e-300)
+
+
+def test_a_single_expert_and_a_batch_of_padding_have_finite_losses_and_gradients():
+    assert cv_loss(torch.rand(3, 1)).item() == 0.0
+    scores = SCORES.clone().requires_grad_()
+    nothing = torch.zeros(3, dtype=torch.bool)
+    gates = scores.sigmoid()
+    losses = [
+        cv_loss(gates, nothing),
+        switch_loss(scores, gates, nothing),
+        router_z_loss(scores, nothing),
+        entropy_loss(scores, nothing),
+    ]
+    (gradient,) = torch.autograd.grad(sum(losses), scores)
+    assert all(loss.item() == 0.0 for loss in losses)
+    assert gradient.isfinite().all()
+
+
+def test_gradients_pass_gradcheck():
+    scores, gates = torch.randn(5, 4, dtype=torch.float64), torch.rand(5, 4, dtype=torch.float64)
+    mask = torch.tensor([True, False, True, True, True])
+    tensors = scores.requires_grad_(), gates.requires_grad_()
+    assert torch.autograd.gradcheck(lambda s, g: cv_loss(g, mask) + switch_loss(s, g.detach(), mask), tensors)
+    assert torch.autograd.gradcheck(lambda s: router_z_loss(s, mask) + entropy_loss(s, mask), tensors[:1])
+
+
+def _entropy_of_a_rank(rank, directory, results):
+    dist.init_process_group("gloo", init_method=f"file://{directory}/rendezvous", rank=rank, world_size=2)
+    scores = torch.load(f"{directory}/scores.pt", weights_only=True)[: 3 if rank == 0 else 5]
+    scores = (scores if rank == 0 else scores[3:]).requires_grad_()
+    mask = torch.tensor([True, True, False]) if rank == 0 else None
+    alone, together = entropy_loss(scores, mask), entropy_loss(scores, mask, synchronize=True)
+    (gradient,) = torch.autograd.grad(together, scores)
+    results[rank] = alone.item(), together.item(), gradient.tolist()
+    dist.destroy_process_group()
+
+
+@pytest.mark.slow
+def test_synchronised_entropy_and_its_averaged_gradient_are_those_of_the_whole_batch(tmp_path):
+    whole = torch.randn(5, 4, dtype=torch.float64).requires_grad_()
+    torch.save(whole.detach(), tmp_path / "scores.pt")
+    with mp.Manager() as manager:
+        results = manager.dict()
+        mp.spawn(_entropy_of_a_rank, (str(tmp_path), results), nprocs=2)
+        results = dict(results)
+    expected = entropy_loss(whole, torch.tensor([True, True, False, True, True]))
+    (gradient,) = torch.autograd.grad(expected, whole)
+    assert results[0][0] != results[1][0]
+    for rank in range(2):
+        assert results[rank][1] == pytest.approx(expected.item(), rel=1e-12)
+    # Data parallelism averages over the ranks, so each must hold twice its share.
+    found = torch.tensor(results[0][2] + results[1][2], dtype=torch.float64) / 2
+    assert relative_error(found, gradient) < 1e-12
+
+
+def test_synchronising_without_ranks_changes_nothing():
+    assert entropy_loss(SCORES, synchronize=True).item() == entropy_loss(SCORES).item()
