@@ -15,6 +15,7 @@ from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups
 from switchhead.ops.triton.operands import multiply_add
+from switchhead.ops.triton.operator import visible
 from switchhead.ops.triton.tuning import Tile, multiprocessors
 
 
@@ -43,9 +44,9 @@ def accumulate(
     out = torch.empty(n_out, width, dtype=rows.dtype, device=rows.device)
     tiles = groups.tiles(tile.m, by_segment=passes)
     bound, columns = tiles.shape[1] - 1, triton.cdiv(width, tile.n)
-    programs = min(bound * columns, tile.programs_per_sm * multiprocessors(rows.device))
+    programs = torch.sym_min(bound * columns, tile.programs_per_sm * multiprocessors(rows.device))
     for i in range(tiles.shape[0]):
-        _accumulate_kernel[(programs,)](
+        visible(_accumulate_kernel)[(programs,)](
             rows, weight, groups.order, tiles[i], out, bound, segments if passes else 1, i > 0,
             width, weight.shape[1], weight.shape[2], depth, groups.rows.slots, columns, RECORD,
             precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,

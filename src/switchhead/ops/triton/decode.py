@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from switchhead.ops.triton.operator import visible
+
 _BLOCK_K, _BLOCK_N = 64, 64
 
 
@@ -27,7 +29,7 @@ def decode(
     tokens, heads, k = expert_indices.shape
     d_in, d_out = weight.shape[2:]
     out = torch.empty(tokens * per_token, d_out, dtype=dtype, device=x.device)
-    _decode_kernel[(tokens * per_token, triton.cdiv(d_out, _BLOCK_N))](
+    visible(_decode_kernel)[(tokens * per_token, triton.cdiv(d_out, _BLOCK_N))](
         x, weight, None if gates is None else gates.contiguous(), expert_indices.contiguous(), out,
         x.stride(0), x.stride(1) if x.ndim == 3 else 0, x.stride(-1),
         weight.stride(0) if weight.shape[0] > 1 else 0, *weight.stride()[1:],

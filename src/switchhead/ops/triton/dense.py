@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from switchhead.ops.triton.operator import visible
+
 
 def spread_rows(
     x: Tensor,
@@ -42,7 +44,7 @@ def spread_rows(
     dots = None if projected is None else torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
     block_d = triton.next_power_of_2(width)
     block = max(1, min(16, 4096 // block_d))
-    _spread_rows_kernel[(triton.cdiv(tokens * heads, block),)](
+    visible(_spread_rows_kernel)[(triton.cdiv(tokens * heads, block),)](
         x, expert_indices.contiguous(), gates.contiguous(), projected, out, dots,
         tokens * heads, *x.stride(), out.stride(0), heads, k, n_experts, x.shape[-1], width, block, block_d,
     )  # fmt: skip
@@ -122,7 +124,7 @@ def combine_experts(
     block_d = triton.next_power_of_2(d)
     block = max(1, min(16, 4096 // block_d))
     strides = (0, 0, 0) if dot_with is None else dot_with.stride()
-    _combine_experts_kernel[(triton.cdiv(tokens * heads, block),)](
+    visible(_combine_experts_kernel)[(triton.cdiv(tokens * heads, block),)](
         y, expert_indices.contiguous(), None if gates is None else gates.contiguous(), dot_with, out, kept, dots,
         tokens * heads, *strides, heads, k, n_experts, d, y.shape[-1], block, block_d,
     )  # fmt: skip

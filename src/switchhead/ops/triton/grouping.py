@@ -17,6 +17,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from switchhead.ops.triton.operator import visible
+
 # Elements of the one-hot matrix [rows, groups] of one program. Counts of all earlier programs are summed by each later
 # one, which is quadratic in the number of rows, and still below 1 % of the matmuls' time at a million tokens.
 _ONE_HOT = 8192
@@ -82,7 +84,7 @@ class Groups:
         bound = triton.cdiv(self.order.numel() // n_maps, block) + groups
         tiles = torch.empty(n_maps, bound + 1, RECORD, dtype=torch.int32, device=self.order.device)
         padded = triton.next_power_of_2(groups)
-        _tiles_kernel[(groups, n_maps)](
+        visible(_tiles_kernel)[(groups, n_maps)](
             self.offsets, tiles, bound, groups, rows.groups, rows.n_experts, rows.parts, rows.k,
             comb(rows.n_experts, rows.k), rows.slots, rows.single, rows.pooled, block, even,
             triton.next_power_of_2(rows.n_experts), padded, max(16, min(64, _ONE_HOT // padded)),
@@ -105,11 +107,11 @@ def group_rows(expert_indices: Tensor, rows: Rows) -> Groups:
     order = torch.empty(n_rows, dtype=torch.int32, device=device)
     offsets = torch.empty(rows.segments * rows.groups + 1, dtype=torch.int32, device=device)
     grid = (blocks, rows.segments)
-    _count_kernel[grid](
+    visible(_count_kernel)[grid](
         indices, keys, counts, per_segment, rows.segments, rows.inner, rows.parts, rows.k,
         comb(rows.n_experts, rows.k), rows.single, rows.groups, padded, block,
     )  # fmt: skip
-    _place_kernel[grid](
+    visible(_place_kernel)[grid](
         keys, counts, order, offsets, per_segment, blocks, rows.segments, rows.inner, rows.k if rows.single else 1,
         rows.groups, padded, block, min(block, _ONE_HOT // padded),
     )  # fmt: skip

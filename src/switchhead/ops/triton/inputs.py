@@ -15,6 +15,7 @@ from torch import Tensor
 from switchhead.ops.triton.dense import spread_rows, sum_over_tokens
 from switchhead.ops.triton.moe_linear import _forward as moe_linear_op
 from switchhead.ops.triton.operands import pad_to, prepare_weight
+from switchhead.ops.triton.operator import operator, visible
 from switchhead.ops.triton.router import _route as route_op
 from switchhead.routing import Routing
 
@@ -36,7 +37,7 @@ def project_inputs(
     return rows, out, Routing(gates, expert_indices, routers.shape[1])
 
 
-@torch.library.custom_op("switchhead::project_inputs", mutates_args=())
+@operator("switchhead::project_inputs")
 def _project_inputs(
     x: Tensor, plain: Tensor, routers: Tensor, values: Tensor, k: int, dropped: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -48,20 +49,7 @@ def _project_inputs(
     return x @ plain.mT, out, gates, expert_indices, kept
 
 
-@_project_inputs.register_fake
-def _(x, plain, routers, values, k, dropped):
-    tokens, heads, d = x.shape[0], values.shape[0], values.shape[3]
-    choice = (tokens, routers.shape[0], k)
-    return (
-        x.new_empty(tokens, plain.shape[0]),
-        x.new_empty(tokens, heads, d),
-        x.new_empty(choice, dtype=torch.float32),
-        x.new_empty(choice, dtype=torch.int32),
-        x.new_empty(tokens, heads, k, d),
-    )
-
-
-@torch.library.custom_op("switchhead::project_inputs_backward", mutates_args=())
+@operator("switchhead::project_inputs_backward")
 def _project_inputs_backward(
     grad_rows: Tensor,
     grad_values: Tensor,
@@ -105,11 +93,6 @@ def _project_inputs_backward(
     )
 
 
-@_project_inputs_backward.register_fake
-def _(grad_rows, grad_values, grad_gates, x, plain, routers, values, gates, expert_indices, kept):
-    return tuple(tensor.new_empty(tensor.shape) for tensor in (x, plain, routers, values))
-
-
 def _setup_context(ctx, inputs, output):
     ctx.save_for_backward(*inputs[:4], *output[2:])
     ctx.set_materialize_grads(False)  # kept has none
@@ -142,7 +125,7 @@ def _write_score_gradients(
     tokens, routers, k = gates.shape
     columns = out.shape[1] - first
     block = 32
-    _score_gradients_kernel[(triton.cdiv(tokens, block),)](
+    visible(_score_gradients_kernel)[(triton.cdiv(tokens, block),)](
         grad_gates.contiguous(), by_values, gates, expert_indices, out, tokens, out.stride(0), first,
         routers, by_values.shape[1], k, experts, columns, block, triton.next_power_of_2(columns),
     )  # fmt: skip

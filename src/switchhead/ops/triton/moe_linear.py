@@ -15,6 +15,7 @@ from switchhead.ops.triton.decode import decode
 from switchhead.ops.triton.dense import combine_experts, spread_rows, sum_over_tokens
 from switchhead.ops.triton.grouping import Rows, group_rows
 from switchhead.ops.triton.operands import ALIGN, aligned_rows, pad_to, prepare_weight, scale_rows
+from switchhead.ops.triton.operator import operator
 from switchhead.ops.triton.project import project
 from switchhead.ops.triton.tuning import accumulate_tile, project_tile, slot_width, weight_grad_tile
 from switchhead.ops.triton.weight_grad import weight_grad
@@ -109,7 +110,7 @@ class _Problem:
         return Rows(self.segments, inner, 1, self.k, self.n_experts, self.pooled, single=True)
 
 
-@torch.library.custom_op("switchhead::moe_linear", mutates_args=())
+@operator("switchhead::moe_linear")
 def _forward(
     x: Tensor,
     weight: Tensor,
@@ -144,15 +145,7 @@ def _forward(
     return out.view(shape), nothing if kept is None else kept.view(p.tokens, p.heads, p.k, d_out)
 
 
-@_forward.register_fake
-def _(x, weight, gates, expert_indices, reduce, dtype, keep_slots):
-    p = _Problem.of(x, weight, expert_indices)
-    d_out = weight.shape[3]
-    kept = x.new_empty(p.tokens, p.heads, p.k, d_out) if keep_slots else x.new_empty(0)
-    return x.new_empty(_out_shape(p, reduce, d_out)), kept
-
-
-@torch.library.custom_op("switchhead::moe_linear_backward", mutates_args=())
+@operator("switchhead::moe_linear_backward")
 def _backward(
     grad: Tensor,
     x: Tensor,
@@ -225,15 +218,10 @@ def _backward(
         per_wide_row = p.k if p.per_head and not narrow_in else p.heads * p.k
         tile = weight_grad_tile(dtype, width)
         weight_grad(
-            wide, scaled, group_rows(expert_indices, p.slot_rows()), grad_weight.flatten(0, 1),
+            wide, scaled, group_rows(expert_indices, p.slot_rows()), grad_weight,
             wide_in=not narrow_in, shared=per_wide_row, precision=_precision(), tile=tile,
         )  # fmt: skip
     return grad_x, grad_weight, grad_gates
-
-
-@_backward.register_fake
-def _(grad, x, weight, gates, expert_indices, kept, reduce, dtype, need_x, need_weight, need_gates):
-    return _zero_gradients(x, weight, gates, need_x, need_weight, need_gates)
 
 
 def _zero_gradients(

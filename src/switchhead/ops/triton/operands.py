@@ -7,6 +7,8 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from switchhead.ops.triton.operator import visible
+
 ALIGN = 8  # elements: 16 bytes of a 16-bit dtype
 
 
@@ -22,7 +24,7 @@ def aligned_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     padding = pad_to(width, ALIGN) - width
     if padding:
         return torch.nn.functional.pad(matrix, (0, padding))
-    if matrix.stride(1) != 1 or matrix.stride(0) % ALIGN or matrix.data_ptr() % 16:
+    if matrix.stride(1) != 1 or matrix.stride(0) % ALIGN or matrix.storage_offset() % ALIGN:
         return matrix.clone(memory_format=torch.contiguous_format)
     return matrix
 
@@ -40,7 +42,7 @@ def prepare_weight(weight: Tensor, dtype: torch.dtype, *, narrow_in: bool, block
     )
     block_narrow, block_wide = 32, 64
     grid = (triton.cdiv(out.shape[1], block_narrow), triton.cdiv(out.shape[2], block_wide), heads * experts)
-    _prepare_weight_kernel[grid](
+    visible(_prepare_weight_kernel)[grid](
         weight, out, experts, weight.stride(0), weight.stride(1), weight.stride(narrow_stride),
         weight.stride(wide_stride), narrow, wide, out.shape[1], out.shape[2], block_narrow, block_wide,
     )  # fmt: skip
@@ -96,7 +98,7 @@ def scale_rows(
     dots = None if projected is None else torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
     block_d = triton.next_power_of_2(width)
     block = max(1, min(32, 8192 // block_d))
-    _scale_rows_kernel[(triton.cdiv(tokens * heads, block),)](
+    visible(_scale_rows_kernel)[(triton.cdiv(tokens * heads, block),)](
         x, expert_indices.contiguous(), None if gates is None else gates.contiguous(), projected, rows, dots,
         tokens * heads, x.stride(0), stride_h, stride_k, x.stride(-1),
         heads, k, x.shape[-1], width, per_slot, block, block_d,

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups
 from switchhead.ops.triton.operands import multiply_add
+from switchhead.ops.triton.operator import visible
 from switchhead.ops.triton.tuning import Tile
 
 
@@ -51,7 +52,7 @@ def project(
     if dot_with is not None:
         dots = torch.empty(columns, n_rows, slots, dtype=torch.float32, device=x.device)
     tiles = groups.tiles(tile.m)
-    _project_kernel[((tiles.shape[1] - 1) * columns,)](
+    visible(_project_kernel)[((tiles.shape[1] - 1) * columns,)](
         x, weight, expert_indices, gates, groups.order, tiles, dot_with, out, kept, dots,
         n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, *weight.shape[1:], slots, columns, RECORD,
         precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,
@@ -93,6 +94,10 @@ def _project_kernel(
     sums = ()
     places = ()
     gates = ()
+    experts = ()
+    if SLOTS > 1:
+        for s in tl.static_range(SLOTS):
+            experts = experts + (tl.load(indices_ptr + row * SLOTS + s),)
     for s in tl.static_range(SLOTS):
         matrix = tl.load(record + 2 + s).to(tl.int64)
         weights_at = weights_at + (weight_ptr + (matrix * N_PADDED + n)[:, None] * K_PADDED + k[None, :],)
@@ -100,7 +105,7 @@ def _project_kernel(
         # A tile's slots ascend by expert; the caller's do not. Loaded here, while the pipeline fills.
         place = row * SLOTS
         if SLOTS > 1:
-            place += _slot_of_rank(indices_ptr, row, s, SLOTS)
+            place += _slot_of_rank(experts, row, s, SLOTS)
         places = places + (place,)
         if gates_ptr is not None:
             gates = gates + (tl.load(gates_ptr + place).to(tl.float32),)
@@ -129,19 +134,18 @@ def _project_kernel(
             tl.store(kept_ptr + place[:, None] * N + n[None, :], sums[s].to(kept_ptr.dtype.element_ty), mask=inside)
         if dots_ptr is not None:
             dots = tl.sum(sums[s] * other, 1)
-            tl.store(dots_ptr + column * (n_rows * SLOTS).to(tl.int64) + place, dots, mask=valid)
+            tl.store(dots_ptr + column * tl.cast(n_rows, tl.int64) * SLOTS + place, dots, mask=valid)
     if out_ptr is not None:
         tl.store(out_ptr + row[:, None] * N + n[None, :], total.to(out_ptr.dtype.element_ty), mask=inside)
 
 
 @triton.jit
-def _slot_of_rank(indices_ptr, row, rank: tl.constexpr, SLOTS: tl.constexpr):
+def _slot_of_rank(experts, row, rank: tl.constexpr, SLOTS: tl.constexpr):
     """The slot of each row whose expert has `rank` smaller ones beside it."""
     found = tl.zeros_like(row)
     for j in tl.static_range(SLOTS):
-        expert = tl.load(indices_ptr + row * SLOTS + j)
         smaller = tl.zeros_like(row)
         for i in tl.static_range(SLOTS):
-            smaller += (tl.load(indices_ptr + row * SLOTS + i) < expert).to(tl.int64)
+            smaller += (experts[i] < experts[j]).to(tl.int64)
         found = tl.where(smaller == rank, j, found)
     return found

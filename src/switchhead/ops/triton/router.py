@@ -13,6 +13,7 @@ from jaxtyping import Bool, Float, Int
 from torch import Tensor
 
 from switchhead.ops.triton.operands import pad_to
+from switchhead.ops.triton.operator import operator, visible
 
 _BLOCK_K = 64
 _SPLITS = 32  # of the tokens, in the sum that is the weights' gradient
@@ -35,7 +36,7 @@ def route(
     return gates, expert_indices
 
 
-@torch.library.custom_op("switchhead::route", mutates_args=())
+@operator("switchhead::route")
 def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gates, indices, and with softmax the probabilities of all experts, which its derivative needs."""
     tokens, (heads, experts, d) = x.shape[0], weight.shape
@@ -48,7 +49,7 @@ def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | N
     parts = _split_weight(x, weight)
     block = _block_m(parts.shape[1])
     few = parts.shape[1] <= 64  # with many experts, deep pipelines do not fit into shared memory
-    _route_kernel[(triton.cdiv(tokens, block),)](
+    visible(_route_kernel)[(triton.cdiv(tokens, block),)](
         x, parts, None if dropped is None else dropped.contiguous(), gates, expert_indices,
         probabilities if softmax else None, tokens, x.stride(0), d, parts.shape[2], parts.shape[0], heads, experts,
         *_padded(heads, experts), k, _precision(x), block,
@@ -57,17 +58,7 @@ def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | N
     return gates, expert_indices, probabilities
 
 
-@_route.register_fake
-def _(x, weight, k, softmax, dropped):
-    tokens, (heads, experts, _) = x.shape[0], weight.shape
-    return (
-        x.new_empty(tokens, heads, k, dtype=torch.float32),
-        x.new_empty(tokens, heads, k, dtype=torch.int32),
-        x.new_empty((tokens, heads, experts) if softmax else 0, dtype=torch.float32),
-    )
-
-
-@torch.library.custom_op("switchhead::route_backward", mutates_args=())
+@operator("switchhead::route_backward")
 def _route_backward(
     grad: Tensor,
     x: Tensor,
@@ -92,7 +83,7 @@ def _route_backward(
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     score_grads = torch.empty(n_parts, tokens, width, dtype=dtype, device=x.device)
     block = max(1, 2048 // width)
-    _score_grads_kernel[(triton.cdiv(tokens, block),)](
+    visible(_score_grads_kernel)[(triton.cdiv(tokens, block),)](
         grad.contiguous(), gates, expert_indices, probabilities if softmax else None, score_grads, tokens,
         heads, experts, padded_heads, padded_experts, k, n_parts, block,
     )  # fmt: skip
@@ -102,27 +93,19 @@ def _route_backward(
         grad_x = torch.empty(tokens, d, dtype=x.dtype, device=x.device)
         block_m, block_n = (128, 128) if width <= 64 else (64, 128)
         # Rounded to 16 bits in the end, the sum needs the first two parts of each factor only.
-        _grad_x_kernel[(triton.cdiv(tokens, block_m), triton.cdiv(d, block_n))](
+        visible(_grad_x_kernel)[(triton.cdiv(tokens, block_m), triton.cdiv(d, block_n))](
             score_grads, parts, grad_x, tokens, d, parts.shape[2], width, min(2, n_parts), min(2, parts.shape[0]),
             "tf32" if x.dtype == torch.float16 else _precision(x), block_m, block_n, min(width, 64),
         )  # fmt: skip
     if need_weight:
         partial = torch.empty(_SPLITS, heads * experts, d, dtype=torch.float32, device=x.device)
         block_m, block_d = (64, 128) if width <= 64 else (32, 32)
-        _grad_weight_kernel[(triton.cdiv(d, block_d), _SPLITS)](
+        visible(_grad_weight_kernel)[(triton.cdiv(d, block_d), _SPLITS)](
             score_grads, x, partial, tokens, x.stride(0), d, heads, experts, padded_experts, width, n_parts,
             _precision(x), block_m, block_d, num_warps=4, num_stages=3,
         )  # fmt: skip
         grad_weight = partial.sum(0).view(weight.shape).to(weight.dtype)
     return grad_x, grad_weight
-
-
-@_route_backward.register_fake
-def _(grad, x, weight, gates, expert_indices, probabilities, softmax, need_x, need_weight):
-    return (
-        x.new_empty(x.shape) if need_x else x.new_empty(0),
-        weight.new_empty(weight.shape) if need_weight else x.new_empty(0),
-    )
 
 
 def _setup_context(ctx, inputs, output):
@@ -166,7 +149,7 @@ def _split_weight(x: Tensor, weight: Tensor) -> Tensor:
     padded_heads, padded_experts = _padded(heads, experts)
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
     parts = torch.empty(n_parts, padded_heads * padded_experts, pad_to(d, _BLOCK_K), dtype=dtype, device=x.device)
-    _split_weight_kernel[(parts.shape[1], triton.cdiv(parts.shape[2], 256))](
+    visible(_split_weight_kernel)[(parts.shape[1], triton.cdiv(parts.shape[2], 256))](
         weight, parts, *weight.stride(), heads, experts, d, padded_experts, n_parts, parts.shape[1], parts.shape[2], 256
     )  # fmt: skip
     return parts
@@ -290,7 +273,7 @@ def _score_grads_kernel(
         rest -= tl.load(at, mask=inside & (e < E), other=0.0) * mean
     for part in tl.static_range(PARTS):
         value = rest.to(score_grads_ptr.dtype.element_ty)
-        at = (part * tokens.to(tl.int64) + token) * (PH * PE) + c
+        at = (part * tl.cast(tokens, tl.int64) + token) * (PH * PE) + c
         tl.store(score_grads_ptr + at, value, mask=token < tokens)
         rest -= value.to(tl.float32)
 
@@ -311,7 +294,7 @@ def _grad_x_kernel(
     for first in range(0, WIDTH, BLOCK_K):
         c = first + tl.arange(0, BLOCK_K)
         for i in tl.static_range(GRAD_PARTS):
-            at = (i * tokens.to(tl.int64) + token) * WIDTH + c[None, :]
+            at = (i * tl.cast(tokens, tl.int64) + token) * WIDTH + c[None, :]
             grads = tl.load(score_grads_ptr + at, mask=token < tokens, other=0.0)
             for j in tl.static_range(WEIGHT_PARTS):
                 if i + j < 2:
@@ -341,7 +324,7 @@ def _grad_weight_kernel(
         valid = token < tokens
         x = tl.load(x_ptr + token * stride_x + d[None, :], mask=valid & (d < D)[None, :], other=0.0)
         for part in tl.static_range(PARTS):
-            at = (part * tokens.to(tl.int64) + token) * WIDTH + c
+            at = (part * tl.cast(tokens, tl.int64) + token) * WIDTH + c
             grads = tl.load(score_grads_ptr + at, mask=valid, other=0.0)
             total = tl.dot(x.to(grads.dtype).T, grads, total, input_precision=PRECISION)
     exists = (c // PE < H) & (c % PE < E)

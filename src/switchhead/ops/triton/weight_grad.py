@@ -14,6 +14,7 @@ from torch import Tensor
 
 from switchhead.ops.triton.grouping import RECORD, Groups, n_tiles_of, tile_size
 from switchhead.ops.triton.operands import multiply_add
+from switchhead.ops.triton.operator import visible
 from switchhead.ops.triton.tuning import WEIGHT_GRAD_CHUNK, Tile
 
 
@@ -33,23 +34,23 @@ def weight_grad(
     Args:
         wide: aligned rows `[slots / shared, d_wide]`.
         rows: `[slots, d_narrow_padded]`, scaled by their gates; slots of a head ascend by expert.
-        out: contiguous `[matrices, d_in, d_out]`, any float dtype.
+        out: contiguous `[H, E, d_in, d_out]`, any float dtype.
         wide_in: the wide side is `d_in`.
     """
-    n_wide, n_narrow = out.shape[1:] if wide_in else (out.shape[2], out.shape[1])
-    matrices = out.shape[0]
+    n_wide, n_narrow = out.shape[2:] if wide_in else (out.shape[3], out.shape[2])
+    matrices = out.shape[0] * out.shape[1]
     wide_blocks, narrow_blocks = triton.cdiv(n_wide, tile.m), triton.cdiv(n_narrow, tile.n)
     blocks = wide_blocks * narrow_blocks
     chunks = groups.tiles(WEIGHT_GRAD_CHUNK, even=tile.k)[0]
     partial = torch.empty(chunks.shape[0] - 1, blocks, tile.m, tile.n, dtype=torch.float32, device=out.device)
-    _partial_sums_kernel[((chunks.shape[0] - 1) * blocks,)](
+    visible(_partial_sums_kernel)[((chunks.shape[0] - 1) * blocks,)](
         wide, rows, groups.order, chunks, partial, wide.stride(0), shared, wide.shape[1], rows.shape[1],
         blocks, narrow_blocks, RECORD, precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
-    strides = (out.stride(1), out.stride(2)) if wide_in else (out.stride(2), out.stride(1))
+    strides = (out.stride(2), out.stride(3)) if wide_in else (out.stride(3), out.stride(2))
     lines = min(32, tile.m)
-    _add_chunks_kernel[(matrices * blocks, tile.m // lines)](
-        groups.offsets, partial, out, out.stride(0), *strides, n_wide, n_narrow, matrices,
+    visible(_add_chunks_kernel)[(matrices * blocks, tile.m // lines)](
+        groups.offsets, partial, out, out.stride(1), *strides, n_wide, n_narrow, matrices,
         triton.next_power_of_2(matrices), blocks, narrow_blocks, tile.m, tile.n, lines, WEIGHT_GRAD_CHUNK, tile.k,
     )  # fmt: skip
 
