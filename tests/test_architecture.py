@@ -25,7 +25,7 @@ ARROWS = {
     "runs": {"data", "hf"},
     "eval": {"data", "hf", "runs"},
     "train": {"accounting", "data", "eval", "hf", "nn", "ops", "routing", "runs"},
-    "recipes": {"hf", "train"},
+    "recipes": {"accounting", "hf", "train"},
     "bench": {"hf", "nn", "ops", "routing"},
     "demo": {"accounting", "data", "eval", "hf", "recipes", "train"},
     "doctor": {"__init__", "ops", "routing"},
