@@ -1,16 +1,26 @@
-"""Arithmetic of a configuration: parameters, multiply-accumulates, numbers kept, and matching by them."""
+"""Arithmetic of a configuration: parameters, multiply-accumulates, numbers kept, memory, and matching by them."""
 
-from switchhead.accounting.attention import AttentionCost, Convention, attention_cost, key_value_numbers
-from switchhead.accounting.matching import match_d_ff
+from switchhead.accounting.attention import attention_cost, key_value_numbers
+from switchhead.accounting.cost import CONVENTIONS, Convention, Cost
+from switchhead.accounting.feed_forward import feed_forward_cost
+from switchhead.accounting.matching import match_d_ff, match_macs, match_parameters
+from switchhead.accounting.model import Dtype, ModelResources, model_resources
 from switchhead.accounting.parameters import Count, ParameterCount, count_parameters
 
 __all__ = [
-    "AttentionCost",
+    "CONVENTIONS",
     "Convention",
+    "Cost",
     "Count",
+    "Dtype",
+    "ModelResources",
     "ParameterCount",
     "attention_cost",
     "count_parameters",
+    "feed_forward_cost",
     "key_value_numbers",
     "match_d_ff",
+    "match_macs",
+    "match_parameters",
+    "model_resources",
 ]

@@ -1,35 +1,20 @@
-"""What an attention layer costs: multiply-accumulates, numbers kept, and the key-value cache."""
+"""What an attention layer costs by its equation: multiply-accumulates, numbers kept, and the key-value cache."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Literal, get_args
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING
 
+from switchhead.accounting.cost import Convention, Cost, check_counting
 from switchhead.accounting.layout import expert_projections, experts, key_value_heads, routers
+from switchhead.accounting.trace import trace_attention
 
 if TYPE_CHECKING:
     from switchhead.hf import SwitchHeadConfig
 
-Convention = Literal["consistent", "published"]
 
-
-@dataclass(frozen=True, kw_only=True)
-class AttentionCost:
-    """Cost of one attention layer for one sequence.
-
-    Attributes:
-        macs: multiply-accumulate operations of the forward pass.
-        floats: numbers the layer has to hold (projections, attention matrices, projected positions), of any dtype.
-    """
-
-    macs: int
-    floats: int
-
-
-def attention_cost(
-    config: SwitchHeadConfig, *, chunk_length: int, convention: Convention = "consistent"
-) -> AttentionCost:
-    """Multiply-accumulates and floats of one attention layer, in closed form.
+def attention_cost(config: SwitchHeadConfig, *, chunk_length: int, convention: Convention = "consistent") -> Cost:
+    """Multiply-accumulates and floats of one attention layer for one sequence.
 
     The equations are those of the paper's section on resources, with `S = chunk_length + config.memory_length` in
     place of its `C T`. Every head costs its own projections, scores and weighted sum; a projection made of experts
@@ -40,20 +25,20 @@ def attention_cost(
         chunk_length: tokens of the sequence, T.
         convention: `"consistent"` holds the equations as printed for every architecture and counts every router.
             `"published"` reproduces the figures in the paper's tables, which project only T relative positions for
-            SwitchHead and count its routers as if there were a single head.
+            SwitchHead and count its routers as if there were a single head. `"executed"` runs this package's layer on
+            tensors without memory and counts: matrix products of the forward pass, and the numbers that PyTorch
+            keeps for the backward pass. Keys, values and source routers of the memory are computed too.
 
     Raises:
         ValueError: an unknown convention, or an attention kind that has no equation.
     """
-    if convention not in get_args(Convention):
-        raise ValueError(f"unknown convention {convention!r}; choose one of {', '.join(get_args(Convention))}")
-    if chunk_length < 1:
-        raise ValueError(f"chunk_length must be at least 1; got {chunk_length}")
-    if config.attention == "mha":
-        return _multi_head(config, chunk_length)
-    if config.attention == "switchhead":
-        return _switchhead(config, chunk_length, convention)
-    raise ValueError(f"no cost equation for attention {config.attention!r}; known: mha, switchhead")
+    check_counting(convention, chunk_length)
+    if config.attention not in _EQUATIONS:
+        raise ValueError(f"no cost equation for attention {config.attention!r}; known: {', '.join(_EQUATIONS)}")
+    if convention == "executed":
+        trace = trace_attention(config, chunk_length)
+        return Cost(macs=trace.forward_flops // 2, floats=trace.kept_numbers)
+    return _EQUATIONS[config.attention](config, chunk_length, convention)
 
 
 def key_value_numbers(config: SwitchHeadConfig) -> int:
@@ -65,20 +50,20 @@ def key_value_numbers(config: SwitchHeadConfig) -> int:
     return key_value_heads(config) * 2 * config.head_dim
 
 
-def _multi_head(config: SwitchHeadConfig, chunk_length: int) -> AttentionCost:
+def _multi_head(config: SwitchHeadConfig, chunk_length: int, convention: Convention) -> Cost:
     heads, kv_heads = config.num_attention_heads, key_value_heads(config)
     d_head, d_model = config.head_dim, config.hidden_size
     source_length = chunk_length + config.memory_length
     projected = 2 * (heads + kv_heads) * chunk_length * d_head  # queries, outputs; keys, values
     positions = heads * source_length * d_head if config.positions == "relative" else 0
     scores = 2 * heads * chunk_length * source_length  # before and after the softmax
-    return AttentionCost(
+    return Cost(
         macs=(projected + 2 * positions) * d_model + scores * d_head,
         floats=projected + 2 * positions + scores,
     )
 
 
-def _switchhead(config: SwitchHeadConfig, chunk_length: int, convention: Convention) -> AttentionCost:
+def _switchhead(config: SwitchHeadConfig, chunk_length: int, convention: Convention) -> Cost:
     heads, d_head, d_model = config.num_attention_heads, config.head_dim, config.hidden_size
     n_experts, k = experts(config)
     source_length = chunk_length + config.memory_length
@@ -96,4 +81,34 @@ def _switchhead(config: SwitchHeadConfig, chunk_length: int, convention: Convent
     macs = (4 - n_mixed) * projected * d_model
     macs += n_mixed * k * projected * (d_model + 1)  # each chosen expert's result is scaled by its gate
     macs += 2 * positions * d_model + scores * d_head + routing
-    return AttentionCost(macs=macs, floats=4 * projected + 2 * positions + scores)
+    return Cost(macs=macs, floats=4 * projected + 2 * positions + scores)
+
+
+def _moa(config: SwitchHeadConfig, chunk_length: int, convention: Convention) -> Cost:
+    n_experts, heads = experts(config)
+    d_head, d_model = config.head_dim, config.hidden_size
+    source_length = chunk_length + config.memory_length
+    projected = (2 * heads + 2) * chunk_length * d_head  # the chosen queries and outputs; one key, one value
+    positions = source_length * d_head if config.positions == "relative" else 0
+    scores = 2 * heads * chunk_length * source_length
+    macs = (projected + 2 * positions) * d_model + scores * d_head + n_experts * d_model * chunk_length
+    if convention == "published":
+        macs += 2 * heads * chunk_length * d_head  # scaling by the gates
+        positions = min(positions, chunk_length * d_head)
+    return Cost(macs=macs, floats=projected + 2 * positions + scores)
+
+
+def _head_gating(config: SwitchHeadConfig, chunk_length: int, convention: Convention) -> Cost:
+    """The dense layer, since a head that one query skips serves another; a router, and k heads scaled by gates."""
+    heads, k = experts(config)
+    dense = _multi_head(config, chunk_length, convention)
+    extra = heads * config.hidden_size + k * config.head_dim
+    return Cost(macs=dense.macs + chunk_length * extra, floats=dense.floats)
+
+
+_EQUATIONS: Mapping[str, Callable[[SwitchHeadConfig, int, Convention], Cost]] = {
+    "mha": _multi_head,
+    "switchhead": _switchhead,
+    "moa": _moa,
+    "head_gating": _head_gating,
+}

@@ -1,0 +1,184 @@
+"""What PyTorch does when a module runs: operations, numbers kept, bytes alive. Nothing is computed and no memory used.
+
+The modules are the real ones, with tensors that have a shape and a device but no contents. Of the experts those at work
+count, as the grouped kernels compute them; attention is what a CPU runs, where only relative positions hold whole
+attention matrices.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import FlopCounterMode
+
+from switchhead.hf import SwitchHeadForCausalLM
+from switchhead.hf.kinds import ATTENTION, FEED_FORWARD
+
+if TYPE_CHECKING:
+    from switchhead.hf import SwitchHeadConfig
+
+
+@dataclass(frozen=True, kw_only=True)
+class Trace:
+    """One forward and backward pass.
+
+    Attributes:
+        forward_flops: floating-point operations of matrix products, two for a multiply-accumulate.
+        backward_flops: the same of the backward pass.
+        kept_numbers: numbers that the forward pass leaves for the backward pass, parameters not counted.
+        kept_bytes: their memory.
+        peak_bytes: the most memory in use at a time, gradients included, parameters not.
+    """
+
+    forward_flops: int
+    backward_flops: int
+    kept_numbers: int
+    kept_bytes: int
+    peak_bytes: int
+
+
+def trace_model(
+    config: SwitchHeadConfig, *, chunk_length: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
+) -> Trace:
+    """A training step of the language model on `[batch_size, chunk_length]` tokens, behind a full memory.
+
+    Args:
+        config: the model.
+        chunk_length: tokens of a sequence.
+        batch_size: sequences.
+        dtype: float32, or one that autocast computes in.
+    """
+
+    def run(model: nn.Module) -> Tensor:
+        tokens = torch.zeros(batch_size, chunk_length, dtype=torch.long)
+        memory = None
+        if config.memory_length:
+            shape = (batch_size, config.memory_length, config.hidden_size)
+            memory = tuple(torch.zeros(shape) for _ in range(config.num_hidden_layers))
+        return model(tokens, shift_labels=tokens, memory=memory).loss
+
+    return _trace(lambda: SwitchHeadForCausalLM(config), run, dtype)
+
+
+def trace_attention(config: SwitchHeadConfig, chunk_length: int) -> Trace:
+    """One attention layer on one sequence, behind a full memory."""
+
+    def run(layer: nn.Module) -> Tensor:
+        memory = None
+        if config.memory_length:
+            memory = torch.zeros(1, config.memory_length, config.hidden_size)
+        return layer(torch.zeros(1, chunk_length, config.hidden_size, requires_grad=True), memory=memory)
+
+    return _trace(lambda: ATTENTION[config.attention].build(config), run)
+
+
+def trace_feed_forward(config: SwitchHeadConfig, chunk_length: int) -> Trace:
+    """One feed-forward layer on one sequence."""
+
+    def run(layer: nn.Module) -> Tensor:
+        return layer(torch.zeros(1, chunk_length, config.hidden_size, requires_grad=True))
+
+    return _trace(lambda: FEED_FORWARD[config.feed_forward].build(config), run)
+
+
+def _trace(
+    build: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor], dtype: torch.dtype = torch.float32
+) -> Trace:
+    with torch.device("meta"):
+        module = build()
+    for part in module.modules():
+        if hasattr(part, "backend"):
+            part.backend = "grouped"  # pyright: ignore[reportArgumentType] (any module may have one)
+    autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+    with FakeTensorMode():
+        module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
+        kept = _Kept(module)
+        with _LiveBytes() as live:
+            with autocast, _flop_counter() as forward, kept:
+                result = run(module)
+            with _flop_counter() as backward:
+                result.sum().backward()
+    return Trace(
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward.get_total_flops(),
+        kept_numbers=kept.numbers,
+        kept_bytes=kept.bytes,
+        peak_bytes=live.peak,
+    )
+
+
+class _Kept(torch.autograd.graph.saved_tensors_hooks):
+    """Notes what autograd saves, every storage once, apart from the parameters."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__(self._note, lambda tensor: tensor)
+        self._seen = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+        self.numbers = self.bytes = 0
+
+    def _note(self, tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in self._seen:
+            self._seen.add(storage._cdata)
+            self.bytes += storage.nbytes()
+            self.numbers += storage.nbytes() // tensor.element_size()
+        return tensor
+
+
+class _LiveBytes(TorchDispatchMode):
+    """Memory of all tensors that operators have made and that still live, and the most of it so far."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._live: dict[int, int] = {}
+        self._total = self.peak = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None):
+        result = func(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
+            if isinstance(leaf, Tensor):
+                self._track(leaf.untyped_storage())
+        return result
+
+    def _track(self, storage: torch.UntypedStorage) -> None:
+        key = storage._cdata
+        if key in self._live:
+            return
+        self._live[key] = storage.nbytes()
+        self._total += storage.nbytes()
+        self.peak = max(self.peak, self._total)
+        weakref.finalize(storage, self._free, key)
+
+    def _free(self, key: int) -> None:
+        self._total -= self._live.pop(key)
+
+
+def _flop_counter() -> FlopCounterMode:
+    """PyTorch's counter, which needs to be told of this package's operator and of fused attention on a CPU."""
+    experts, attention = torch.ops.switchhead, torch.ops.aten
+    formulas: dict[Any, Any] = {
+        experts.grouped_moe_linear: lambda x, weight, gates, *_, **__: 2 * _size(gates) * _size(weight[2:]),
+        experts.grouped_moe_linear_backward: lambda grad, x, weight, gates, *_, **__: (
+            4 * _size(gates) * _size(weight[2:])
+        ),
+        # Queries with keys, and their weights with values. Backward computes the weights again and has four gradients.
+        attention._scaled_dot_product_flash_attention_for_cpu: lambda q, k, v, *_, **__: (
+            2 * _size(q[:3]) * k[2] * (q[3] + v[3])
+        ),
+        attention._scaled_dot_product_flash_attention_for_cpu_backward: lambda grad, q, k, v, *_, **__: (
+            2 * _size(q[:3]) * k[2] * (3 * q[3] + 2 * v[3])
+        ),
+    }
+    return FlopCounterMode(display=False, custom_mapping=formulas)
+
+
+def _size(shape: tuple[int, ...]) -> int:
+    return torch.Size(shape).numel()

@@ -1,0 +1,143 @@
+"""Whole-model figures against the real model on the CPU."""
+
+import contextlib
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from switchhead.accounting import model_resources
+from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
+
+T, B = 128, 4
+SIZES = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 3, "head_dim": 16, "num_attention_heads": 4}
+KINDS = {
+    "dense": {"attention": "mha", "intermediate_size": 256},
+    "switchhead with memory": {"num_experts": 4, "positions": "relative", "memory_length": T, "intermediate_size": 256},
+    "moa": {"attention": "moa", "num_experts": 6, "gating": "softmax", "intermediate_size": 256, "dropout": 0.1},
+    "switchall": {
+        "num_experts": 4,
+        "feed_forward": "sigma_moe",
+        "ffn_num_experts": 8,
+        "ffn_num_experts_per_tok": 2,
+        "ffn_expert_size": 64,
+    },
+    "modern": {
+        "attention": "mha",
+        "num_key_value_heads": 2,
+        "feed_forward": "swiglu",
+        "norm": "rmsnorm",
+        "qk_norm": True,
+        "use_bias": False,
+        "rotary_fraction": 1.0,
+        "intermediate_size": 256,
+    },
+}
+
+
+def real_step(config, dtype="float32"):
+    """A loss to call backward on, of the real model with experts as on a GPU: computed where chosen."""
+    model = SwitchHeadForCausalLM(config)
+    for part in model.modules():
+        if hasattr(part, "backend"):
+            part.backend = "grouped"
+    tokens = torch.randint(config.vocab_size, (B, T))
+    memory = None
+    if config.memory_length:
+        memory = tuple(torch.randn(B, config.memory_length, config.hidden_size) for _ in model.model.layers)
+
+    def forward():
+        with torch.autocast("cpu", torch.bfloat16) if dtype == "bfloat16" else contextlib.nullcontext():
+            return model(tokens, shift_labels=tokens, memory=memory).loss
+
+    return model, forward
+
+
+def measured_peak(forward):
+    """The most bytes that PyTorch's CPU allocator had given out at a time, beyond those before."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profiler:
+        forward().backward()
+    events = profiler.profiler.kineto_results.events()
+    changes = sorted((event.start_ns(), event.nbytes()) for event in events if event.name() == "[memory]")
+    live = peak = 0
+    for _, change in changes:
+        live += change
+        peak = max(peak, live)
+    return peak
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_peak_memory_is_what_the_allocator_measures(kind, dtype):
+    config = SwitchHeadConfig(**SIZES | KINDS[kind])
+    model, forward = real_step(config, dtype)
+    parameters = sum(4 * parameter.numel() for parameter in model.parameters())
+    resources = model_resources(config, chunk_length=T, batch_size=B, dtype=dtype)
+    assert resources.parameter_bytes == resources.gradient_bytes == resources.optimizer_bytes / 2 == parameters
+    predicted = resources.peak_bytes - resources.parameter_bytes - resources.optimizer_bytes
+    assert predicted == pytest.approx(measured_peak(forward), rel=0.1)
+    assert resources.activation_bytes < predicted
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_activation_memory_is_what_autograd_saves(kind):
+    config = SwitchHeadConfig(**SIZES | KINDS[kind])
+    model, forward = real_step(config)
+    own = {parameter.untyped_storage().data_ptr() for parameter in model.parameters()}
+    saved = {}
+
+    def note(tensor):
+        storage = tensor.untyped_storage()
+        if storage.data_ptr() not in own:
+            saved[storage.data_ptr()] = storage.nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(note, lambda tensor: tensor):
+        loss = forward()
+    assert model_resources(config, chunk_length=T, batch_size=B).activation_bytes == pytest.approx(
+        sum(saved.values()), rel=0.001
+    )
+    del loss
+
+
+def test_operations_are_those_that_pytorch_counts_on_the_real_model():
+    config = SwitchHeadConfig(**SIZES | KINDS["dense"], positions="relative")
+    _, forward = real_step(config)
+    resources = model_resources(config, chunk_length=T, batch_size=B)
+    with FlopCounterMode(display=False) as counter:
+        loss = forward()
+    assert resources.forward_flops * B * T == counter.get_total_flops()
+    with FlopCounterMode(display=False) as counter:
+        loss.backward()
+    assert resources.backward_flops * B * T == counter.get_total_flops()
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_backward_costs_about_twice_forward(kind):
+    resources = model_resources(SwitchHeadConfig(**SIZES | KINDS[kind]), chunk_length=T)
+    assert resources.backward_flops == pytest.approx(2 * resources.forward_flops, rel=0.25)
+
+
+def test_operations_a_token_do_not_depend_on_the_batch():
+    config = SwitchHeadConfig(**SIZES | KINDS["dense"])
+    one, four = (model_resources(config, chunk_length=T, batch_size=batch) for batch in (1, 4))
+    assert (one.forward_flops, one.backward_flops) == (four.forward_flops, four.backward_flops)
+
+
+@pytest.mark.parametrize(("dtype", "width"), [("float32", 4), ("bfloat16", 2)])
+def test_the_cache_has_the_size_that_generation_fills(dtype, width):
+    config = SwitchHeadConfig(**SIZES | KINDS["switchall"])
+    model = SwitchHeadForCausalLM(config).eval()
+    output = model(torch.zeros(1, 5, dtype=torch.long), use_cache=True)
+    cache = getattr(output, "cache", None) or output.past_key_values
+    numbers = sum(layer.keys.numel() + layer.values.numel() for layer in cache.layers)
+    resources = model_resources(config, chunk_length=T, dtype=dtype)
+    assert resources.cache_bytes == width * numbers / 5
+
+
+def test_bad_arguments_are_named():
+    config = SwitchHeadConfig(**SIZES)
+    with pytest.raises(ValueError, match="unknown dtype 'float8'; choose one of float32, bfloat16"):
+        model_resources(config, chunk_length=T, dtype="float8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
+        model_resources(config, chunk_length=T, batch_size=0)
