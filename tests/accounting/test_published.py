@@ -1,53 +1,16 @@
-"""Every figure on resources that the paper prints for its dense and SwitchHead models."""
+"""Every figure on resources that the paper prints about its models."""
+
+import json
+from pathlib import Path
 
 import pytest
 
 from switchhead.accounting import attention_cost, count_parameters
-from switchhead.recipes import get_recipe, recipe_names
+from switchhead.recipes import PUBLISHED as PACKAGED
+from switchhead.recipes import compare_with_paper, get_recipe, recipe_names
 
-# parameters, MACs and floats of an attention layer; None: not printed
-PUBLISHED = {
-    "wikitext103-47m-dense": ("47M", "453.4M", "3.5M"),
-    "wikitext103-47m-dense-h2": ("47M", "453M", None),
-    "wikitext103-47m-switchhead": ("47M", "170.4M", "0.8M"),
-    "wikitext103-262m-dense": ("262M", "5.4G", "21M"),
-    "wikitext103-262m-dense-h2": ("262M", None, None),
-    "wikitext103-262m-switchhead": ("262M", "2.0G", "2.9M"),
-    "c4-47m-dense": ("47M", "453M", "3.5M"),
-    "c4-47m-dense-h2": ("47M", "453M", None),
-    "c4-47m-switchhead": ("47M", "203M", "0.8M"),
-    "c4-262m-dense": ("262M", "5.4G", "21M"),
-    "c4-262m-dense-h4": ("262M", None, None),
-    "c4-262m-switchhead": ("262M", "2.4G", "5.6M"),
-    "pes2o-47m-dense": ("47M", "453M", "3.5M"),
-    "pes2o-47m-dense-h2": ("47M", None, None),
-    "pes2o-47m-switchhead": ("47M", "203M", "0.8M"),
-    "pes2o-262m-dense": ("262M", "5.4G", "21M"),
-    "pes2o-262m-dense-h4": ("262M", None, None),
-    "pes2o-262m-switchhead": ("262M", "2.4G", "5.6M"),
-    "enwik8-41m-dense": ("41M", "1.6G", "10M"),
-    "enwik8-41m-dense-h2": ("41M", None, None),
-    "enwik8-41m-switchhead": ("41M", "709M", "2.8M"),
-    "c4-63m-switchhead-mac-matched": ("63M", None, None),
-    "c4-376m-switchhead-mac-matched": ("376M", None, None),
-    "c4-47m-switchhead-shared": ("47M", None, None),
-    "c4-262m-switchhead-shared": ("262M", None, None),
-    "wikitext103-45m-dense-rope": ("45M", "560.9M", "6.1M"),
-    "wikitext103-45m-dense-rope-h2": ("45M", None, None),
-    "wikitext103-45m-switchhead-rope": ("45M", "285.6M", "1.3M"),
-    "wikitext103-244m-dense-rope": ("244M", "6.4G", "37.7M"),
-    "wikitext103-244m-dense-rope-h2": ("244M", None, None),
-    "wikitext103-244m-switchhead-rope": ("243M", "4.2G", "18.4M"),
-    "c4-45m-dense-rope": ("45M", None, None),
-    "c4-45m-switchhead-rope": ("45M", None, None),
-    "c4-244m-dense-rope": ("244M", None, None),
-    "c4-244m-switchhead-rope": ("243M", None, None),
-    "c4-54m-switchhead-rope-mac-matched": ("54M", None, None),
-    **{
-        f"wikitext103-47m-switchhead-experts-{projections}": ("47M", None, None)
-        for projections in ["vo", "o", "kvo", "qvo", "kqvo", "kq", "ko", "qo", "kqo", "v", "kv", "qv", "kqv", "k", "q"]
-    },
-}
+# By recipe: parameters, MACs and floats of an attention layer; None: not printed.
+PUBLISHED = json.loads((Path(__file__).parent / "published.json").read_text())
 UNITS = {"M": 10**6, "G": 10**9}
 
 
@@ -81,7 +44,20 @@ def test_floats_meet_the_printed_figure_to_its_last_digit(name):
 
 
 def test_every_recipe_of_the_paper_is_held_against_it():
+    assert len(PUBLISHED) == 64
     assert set(PUBLISHED) == {name for name in recipe_names() if get_recipe(name).table}
+    assert {name: list(figures[:3]) for name, figures in PACKAGED.items()} == PUBLISHED
+
+
+def test_the_comparison_has_every_model_and_meets_every_figure():
+    rows = compare_with_paper()
+    assert [row.name for row in rows] == list(PUBLISHED)
+    assert [row.name for row in rows if not row.meets_paper] == []
+    row = next(row for row in rows if row.name == "c4-262m-switchhead")
+    assert (row.dense_twin, row.macs_printed, row.floats_printed) == ("c4-262m-dense", "2.4G", "5.6M")
+    assert round(row.macs_ratio_published, 2) == 0.44
+    assert round(row.macs_ratio_consistent, 3) == 0.528
+    assert round(row.floats_ratio_consistent, 4) == 0.2875
 
 
 @pytest.mark.parametrize(

@@ -27,18 +27,21 @@ def experiment(*, table: str | None = None) -> Callable[[Callable[[], Recipe]], 
         table: table of arXiv 2312.07987 that reports the experiment.
     """
 
-    def register(build: Callable[[], Recipe]) -> Callable[[], Recipe]:
-        name = build.__name__.replace("_", "-")
+    def decorate(build: Callable[[], Recipe]) -> Callable[[], Recipe]:
         note = " ".join((inspect.getdoc(build) or "").split())
+        return functools.wraps(build)(register(build, name=build.__name__.replace("_", "-"), note=note, table=table))
 
-        @functools.wraps(build)
-        def named() -> Recipe:
-            return dataclasses.replace(build(), name=name, table=table, note=note)
+    return decorate
 
-        _RECIPES[name] = named
-        return named
 
-    return register
+def register(build: Callable[[], Recipe], *, name: str, note: str, table: str | None = None) -> Callable[[], Recipe]:
+    """Make a recipe findable by a name of its own; for variants that are made in a row, where `experiment` is not."""
+
+    def named() -> Recipe:
+        return dataclasses.replace(build(), name=name, table=table, note=note)
+
+    _RECIPES[name] = named
+    return named
 
 
 def recipe_names() -> list[str]:

@@ -189,8 +189,8 @@ def pes2o_262m_dense_h4() -> Recipe:
 
 @experiment(table="2")
 def pes2o_262m_switchhead() -> Recipe:
-    """Four heads with four experts, two at work."""
-    return c4_262m_switchhead().on("pes2o")
+    """Four heads with four experts, two at work; initial experts normalised across the expert axis."""
+    return c4_262m_switchhead().with_model(expert_norm_init=True).on("pes2o")
 
 
 # Enwik8
