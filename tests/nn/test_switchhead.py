@@ -85,6 +85,18 @@ def test_backends_agree_in_the_layer(backend):
     assert relative_error(a(x), b(x)) < 1e-13
 
 
+@pytest.mark.parametrize("experts", ["vo", "v", "kv", "qkvo", "ko"])
+def test_shared_selection_routes_each_token_once(experts, monkeypatch):
+    passes = []
+    for place in ("switchhead.ops.inputs.route", "switchhead.nn.router.route"):
+        monkeypatch.setattr(place, lambda x, w, *a, **o: passes.append((len(x), len(w))) or route(x, w, *a, **o))
+    shared, x = layer(shared_selection=True, expert_projections=experts), torch.randn(1, 4, 10, dtype=torch.float64)
+    shared(x)
+    shared(x, memory=x)  # those of the memory along with them
+    assert passes == [(4, 2), (8, 2)]
+    assert sum("router" in name for name, _ in shared.named_parameters()) == 1
+
+
 @pytest.mark.parametrize("shared", [False, True])
 def test_self_attention_routes_in_one_pass(shared, monkeypatch):
     module = layer(shared_selection=shared)
@@ -122,6 +134,18 @@ def test_initial_deviations_are_the_papers():
     expected |= dict.fromkeys(["source_router", "destination_router"], by_input)
     for name, std in expected.items():
         assert getattr(module, name).weight.std().item() == pytest.approx(std, rel=0.03), name
+
+
+def test_expert_norm_init_brings_experts_to_one_norm_and_keeps_the_deviation():
+    module = SwitchHeadAttention(
+        d_model=96, n_heads=2, n_experts=6, d_head=40, k=2, expert_norm_init=True, init_scale=0.5
+    )
+    for projection, fan_in in ((module.v_proj, 96), (module.o_proj, 2 * 40)):
+        norms = projection.weight.norm(dim=1)  # across the experts
+        assert (norms / norms.mean() - 1).abs().max() < 1e-5
+        assert projection.weight.std().item() == pytest.approx(0.5 / fan_in**0.5, rel=0.03)
+    plain = SwitchHeadAttention(d_model=96, n_heads=2, n_experts=6, d_head=40, k=2)
+    assert plain.v_proj.weight.norm(dim=1).std() > 0.01
 
 
 def test_the_cache_holds_two_vectors_a_head_whatever_the_number_of_experts():

@@ -175,7 +175,7 @@ class SwitchHeadAttention(nn.Module):
         source = tokens = pad_width(x, wide)
         if context is not None or memory is not None:
             source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
-        q, k, v, to = self._project(tokens, source)  # [B, H, T, d]
+        q, k, v, to = self._project(tokens, source, crossed=context is not None)  # [B, H, T, d]
         relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=relative,
@@ -191,7 +191,7 @@ class SwitchHeadAttention(nn.Module):
         out = out.unflatten(0, x.shape[:2])  # [B, T, D]
         return (out, {}) if return_aux else out
 
-    def _project(self, x: Tensor, source: Tensor) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
+    def _project(self, x: Tensor, source: Tensor, *, crossed: bool) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
         """Queries, keys and values `[B, H, T or S, d]`, and the routing of the destination side."""
         q, k, v = self.q_proj, self.k_proj, self.v_proj
         plain_k = self.router_threshold == 0  # project_all takes the gates as they are
@@ -199,12 +199,12 @@ class SwitchHeadAttention(nn.Module):
             routers = [router for router in (self.destination_router, self.source_router) if router is not None]
             (queries, keys), values, routings = project_all(x, (q, k), routers, v, self.d_head)
             return queries, keys, values, routings[0]
-        to = self.destination_router and self.destination_router(x.flatten(0, 1))
         origin_router = self.destination_router if self.shared_selection else self.source_router
-        if origin_router is self.destination_router and source is x:
-            origin = to
+        origin = origin_router and origin_router(source.flatten(0, 1))
+        if origin is not None and self.shared_selection and not crossed:  # x is the end of its source
+            to = origin.last(x.shape[1], of=source.shape[:2])
         else:
-            origin = origin_router and origin_router(source.flatten(0, 1))
+            to = self.destination_router and self.destination_router(x.flatten(0, 1))
         return self._heads(q, x, to), self._heads(k, source, origin), self._heads(v, source, origin), to
 
     def _heads(
