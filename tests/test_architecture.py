@@ -40,14 +40,15 @@ EXTERNAL = {
     "transformers": {"hf", "eval", "data"},
     "tokenizers": {"data"},
     "sentencepiece": {"data"},
-    "datasets": {"data"},
+    "datasets": {"data", "eval"},
+    "lm_eval": {"eval"},
     "huggingface_hub": {"data"},
     "pyarrow": {"data"},
     "zstandard": {"data"},
     "tyro": {"cli"},
     "rich": {"train", "demo"},
     "tensorboard": {"train"},
-    "matplotlib": {"demo"},
+    "matplotlib": {"accounting", "demo"},
 }
 
 

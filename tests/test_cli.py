@@ -64,11 +64,12 @@ def test_one_recipe_is_shown_with_everything_it_sets(capsys):
 
 
 def test_a_trained_run_can_be_scored_and_continues_text(capsys, run, text):
-    score = printed_json(capsys, "eval", run, "--data", text)
-    assert score["step"] == 3
-    assert score["tokens"] == score["bytes"] == 3900
+    report = printed_json(capsys, "eval", run, "--data", text)
+    assert report["step"] == 3
+    (result,) = report["results"]
+    assert result["examples"] == result["settings"]["bytes"] == 3900
     assert cli.main(["eval", run, "--data", text]) == 0
-    assert f"perplexity {score['perplexity']:.4f}" in capsys.readouterr().out
+    assert f"{result['scores']['perplexity']['value']:.4f}" in capsys.readouterr().out
 
     options = ["--prompt", "How much ", "--max-new-tokens", "5", "--seed", "1"]
     continuation = printed_json(capsys, "generate", run, *options)["continuation"]

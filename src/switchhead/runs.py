@@ -15,10 +15,12 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import platform
 import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -265,3 +267,20 @@ def identity_of(config: Mapping[str, Any]) -> dict[str, Any]:
     """What decides the numbers of a run; where its text was found does not."""
     text = {name: value for name, value in config["data"].items() if name not in ("training", "validation")}
     return {"model": config["model"], "training": config["training"], "data": text}
+
+
+def package_versions() -> dict[str, str | None]:
+    """What computed a run's or an evaluation's numbers; None for packages that are not installed as such."""
+    names = ("torch", "transformers", "numpy", "safetensors")
+    return {
+        "switchhead": _version("switchhead"),
+        "python": platform.python_version(),
+        **{name: _version(name) for name in names},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None

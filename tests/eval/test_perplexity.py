@@ -96,7 +96,7 @@ def test_a_hopeless_loss_has_infinite_perplexity():
 
 
 def test_unreadable_text_is_an_error(make_model, vocabulary):
-    with pytest.raises(DataError, match="cannot read text file"):
+    with pytest.raises(DataError, match="no file matches"):
         evaluate(make_model(), vocabulary, "text:/nowhere/at/all")
 
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
 import tyro
@@ -15,7 +14,13 @@ if TYPE_CHECKING:
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of text")]
 Device = Annotated[str, tyro.conf.arg(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
-RunPath = Annotated[Path, tyro.conf.arg(metavar="RUN", help="a run directory, or checkpoints/step-N inside one")]
+ModelName = Annotated[
+    str,
+    tyro.conf.arg(
+        metavar="MODEL",
+        help="a run directory, checkpoints/step-N inside one, a saved Hugging Face model, or its name on the hub",
+    ),
+]
 
 
 class UsageError(Exception):

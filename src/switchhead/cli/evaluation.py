@@ -2,41 +2,113 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from switchhead.cli.common import Device, Json, RunPath, arguments_of_the_user, print_json
+from switchhead.cli.common import Device, Json, ModelName, UsageError, arguments_of_the_user, print_json, table
+
+if TYPE_CHECKING:
+    from switchhead.eval import LanguageModel, TaskResult
 
 
 def evaluate(
-    run: tyro.conf.Positional[RunPath],
+    model: tyro.conf.Positional[ModelName],
     /,
     *,
-    data: str,
+    tasks: str = "perplexity",
+    data: str | None = None,
+    task_data: Path | None = None,
+    limit: int | None = None,
     chunk_length: int | None = None,
+    stride: int | None = None,
     batch_size: int | None = None,
+    dtype: Literal["float32", "bfloat16"] = "float32",
     device: Device = "auto",
+    out: Path | None = None,
     as_json: Json = False,
 ) -> None:
-    """Score a text with a trained model: perplexity and bits per byte, every token once.
+    """Score a model: perplexity and bits per byte of a text, and zero-shot tasks.
 
     Args:
-        data: the text, text:FILE or jsonl:GLOB#field.
+        tasks: separated by commas: perplexity, lambada, blimp, cbt.
+        data: the text for perplexity, text:FILE, jsonl:GLOB#field or a prepared directory.
+        task_data: directory with the other tasks' files; otherwise they come from the Hugging Face hub.
+        limit: the first examples only: passages of lambada, pairs of each blimp paradigm, questions of each cbt kind.
         chunk_length: tokens read at once; otherwise as in training.
-        batch_size: pieces of the text scored side by side.
+        stride: tokens from one window of the text to the next, below the chunk length for windows that overlap.
+        batch_size: texts read side by side.
+        dtype: of the computation; bfloat16 is autocast over float32 weights.
+        out: file for the results; otherwise a new one in the run directory's eval/, if the model is a run's.
     """
-    from switchhead.eval import evaluate
-    from switchhead.train import load_run
+    from switchhead.eval import Settings, evaluate_tasks, load_language_model
+    from switchhead.eval.results import write_results
 
-    loaded = load_run(run, device=device)
+    names = [name for name in tasks.split(",") if name]
+    if not names:
+        raise UsageError("--tasks names no task")
     with arguments_of_the_user():
-        result = evaluate(loaded.model, loaded.vocabulary, data, chunk_length=chunk_length, batch_size=batch_size)
+        settings = Settings(
+            data=data,
+            task_data=task_data,
+            limit=limit,
+            chunk_length=chunk_length,
+            stride=stride,
+            batch_size=batch_size,
+            dtype=dtype,
+        )
+    language_model = load_language_model(model, device)
+    with arguments_of_the_user():
+        results = list(evaluate_tasks(language_model, names, settings))
+    report = _report(language_model, results, dtype)
+    if not as_json:
+        print(_text(language_model, results))
+    file = write_results(report, out=out, run=language_model.run)
     if as_json:
-        print_json({"run": str(loaded.directory), "step": loaded.step, "data": data, **scores(result)})
-    else:
-        print(f"{loaded.directory} at step {loaded.step}: {data}")
-        print(score_lines(result))
+        print_json({**report, "file": file and str(file)})
+    elif file is not None:
+        print(f"written to {file}")
+
+
+def _report(language_model: LanguageModel, results: list[TaskResult], dtype: str) -> dict[str, Any]:
+    from switchhead.runs import package_versions
+
+    return {
+        "model": language_model.name,
+        "model_sha256": language_model.sha256,
+        "vocabulary_sha256": language_model.vocabulary.fingerprint,
+        "step": language_model.step,
+        "dtype": dtype,
+        "versions": package_versions(),
+        "results": [result.as_json() for result in results],
+    }
+
+
+def _text(language_model: LanguageModel, results: list[TaskResult]) -> str:
+    step = "" if language_model.step is None else f" at step {language_model.step}"
+    lines = [
+        f"{language_model.name}{step}, weights {language_model.sha256[:12]}",
+        table(["task", "score", "value", "error", "examples"], _rows(results), right_aligned=(2, 3, 4)),
+    ]
+    lines += [
+        f"{result.task}: {result.cut:,} of {result.examples:,} contexts were cut on the left to fit the model"
+        for result in results
+        if result.cut
+    ]
+    return "\n".join(lines)
+
+
+def _rows(results: list[TaskResult]) -> Iterator[list[str]]:
+    for result in results:
+        figures = dict(result.scores)
+        for group, scores in result.details.items():
+            if len(scores) <= 20:  # the 67 paradigms of BLiMP are in the JSON
+                figures |= {f"accuracy, {group} {name}": score for name, score in scores.items()}
+        for name, score in figures.items():
+            error = "" if score.standard_error is None else f"{score.standard_error:.4f}"
+            yield [result.task, name.replace("_", " "), f"{score.value:.4f}", error, f"{result.examples:,}"]
 
 
 def scores(result: Any) -> dict[str, float | int]:

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import tyro
 
-from switchhead.cli.common import Device, Json, RunPath, arguments_of_the_user, print_json
+from switchhead.cli.common import Device, Json, ModelName, arguments_of_the_user, print_json
 
 
 def generate(
-    run: tyro.conf.Positional[RunPath],
+    model: tyro.conf.Positional[ModelName],
     /,
     *,
     prompt: str = "",
@@ -19,7 +19,7 @@ def generate(
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:
-    """Let a trained model continue a text.
+    """Let a model continue a text.
 
     Args:
         prompt: the text to continue.
@@ -28,10 +28,9 @@ def generate(
         top_k: sample from the likeliest k tokens only.
         seed: of the sampling.
     """
-    from switchhead.eval import generate
-    from switchhead.train import load_run
+    from switchhead.eval import generate, load_language_model
 
-    loaded = load_run(run, device=device)
+    loaded = load_language_model(model, device)
     with arguments_of_the_user():
         continuation = generate(
             loaded.model,
@@ -43,6 +42,6 @@ def generate(
             seed=seed,
         )
     if as_json:
-        print_json({"run": str(loaded.directory), "step": loaded.step, "prompt": prompt, "continuation": continuation})
+        print_json({"model": loaded.name, "step": loaded.step, "prompt": prompt, "continuation": continuation})
     else:
         print(prompt + continuation)

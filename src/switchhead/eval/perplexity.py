@@ -3,14 +3,22 @@
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
 
+import numpy as np
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from transformers import PreTrainedModel
 
-from switchhead.data import Tokens, Vocabulary, load_tokens
-from switchhead.hf import SwitchHeadForCausalLM
+from switchhead.data import TokenArray, Vocabulary, load_tokens, open_corpus
+from switchhead.data.vocabulary import documents_of
+from switchhead.errors import DataError
+from switchhead.eval import reading
+from switchhead.eval.reading import evaluating, memory_length
 
 IGNORED = -100  # target that cross_entropy leaves out
 
@@ -21,19 +29,36 @@ class Evaluation:
 
     Attributes:
         loss: nats per token.
-        tokens: tokens scored: all but the first, which is a beginning token and follows nothing. Those between
-            documents count.
+        standard_error: of the loss, from the spread between chunks (batch means: neighbouring tokens are not
+            independent); None for a text of one chunk.
+        tokens: tokens scored: all but the first, which follows nothing. Those between documents count.
         bytes: UTF-8 bytes of the text.
+        characters: Unicode characters of the text; None where they were not counted.
+        words: words and line ends of the text, as WikiText's word-level perplexity counts them; None where they were
+            not counted.
     """
 
     loss: float
+    standard_error: float | None = None
     tokens: int
     bytes: int
+    characters: int | None = None
+    words: int | None = None
 
     @property
     def perplexity(self) -> float:
-        """Exponential of the loss."""
-        return math.exp(self.loss) if self.loss < 700 else math.inf  # math.exp raises where a float ends
+        """Exponential of the loss per token."""
+        return _exp(self.loss)
+
+    @property
+    def word_perplexity(self) -> float | None:
+        """Exponential of the whole text's loss over its number of words and line ends, whatever the tokens are."""
+        return _exp(self.loss * self.tokens / self.words) if self.words else None
+
+    @property
+    def bits_per_character(self) -> float | None:
+        """The whole text's loss in bits over its number of Unicode characters."""
+        return self.loss * self.tokens / math.log(2) / self.characters if self.characters else None
 
     @property
     def bits_per_byte(self) -> float:
@@ -42,82 +67,179 @@ class Evaluation:
 
 
 def evaluate(
-    model: SwitchHeadForCausalLM,
+    model: PreTrainedModel,
     vocabulary: Vocabulary,
     data: str,
     *,
     chunk_length: int | None = None,
+    stride: int | None = None,
     batch_size: int | None = None,
 ) -> Evaluation:
     """Score a text; see `score_tokens`.
 
     Args:
-        model: scored as it is, in evaluation mode.
+        model: scored as it is, in evaluation mode; any causal language model.
         vocabulary: the model's.
-        data: a source, as `switchhead.data.read_documents` takes it.
+        data: a source, as `switchhead.data.read_documents` takes it, or a prepared directory.
         chunk_length: tokens the model reads at once; default: what it was trained with.
-        batch_size: default: 1 for models with memory, which is exact; 32 for others, where it changes nothing.
+        stride: tokens from one window to the next; default: `chunk_length`.
+        batch_size: default: 1 for models with memory, which is exact; for others as many as make 16,384 tokens, where
+            it changes nothing.
 
     Raises:
         DataError: the source cannot be read.
-        ValueError: `chunk_length` or `batch_size` below 1.
+        ValueError: a setting out of its range.
     """
-    if batch_size is None:
-        batch_size = 1 if model.config.memory_length else 32
-    if chunk_length is None:
-        chunk_length = model.config.max_position_embeddings
-    for name, value in (("chunk_length", chunk_length), ("batch_size", batch_size)):
-        if value < 1:
-            raise ValueError(f"{name} is {value}; it must be at least 1")
-    tokens = load_tokens(data, vocabulary)
-    return score_tokens(model, vocabulary, tokens, chunk_length=chunk_length, batch_size=batch_size)
+    chunk_length = reading.chunk_length(model) if chunk_length is None else chunk_length
+    batch_size = default_batch_size(model, chunk_length) if batch_size is None else batch_size
+    text = load_text(data, vocabulary)
+    return score_text(model, vocabulary, text, chunk_length=chunk_length, stride=stride, batch_size=batch_size)
 
 
-@torch.no_grad()
+def load_text(data: str, vocabulary: Vocabulary) -> TokenArray:
+    """The tokens of a text to be scored: of a source, or the validation part of a prepared directory.
+
+    Raises:
+        DataError: it cannot be read, or a directory was prepared for another vocabulary.
+    """
+    if not Path(data).is_dir():
+        return load_tokens(data, vocabulary)
+    corpus = open_corpus(data, validation_fraction=0.05)  # of those that were prepared without a validation part
+    if corpus.vocabulary.fingerprint != vocabulary.fingerprint:
+        raise DataError(
+            f"{data} was prepared for another vocabulary than the model's: score the text that it came from"
+        )
+    return corpus.validation
+
+
+def default_batch_size(model: PreTrainedModel, chunk_length: int) -> int:
+    """1 for models with memory, which is exact; for others as many as make 16,384 tokens, where it changes nothing."""
+    return 1 if memory_length(model) else max(1, 16384 // max(chunk_length, 1))
+
+
+def score_text(model: PreTrainedModel, vocabulary: Vocabulary, tokens: TokenArray, **options: Any) -> Evaluation:
+    """Score as `score_tokens` does, with the same options, and count the words and characters too."""
+    score = score_tokens(model, vocabulary, tokens, **options)
+    texts = [vocabulary.decode(part.tolist()) for part in documents_of(tokens[:], vocabulary.beginning)]
+    words = sum(len(text.split()) + text.count("\n") for text in texts)
+    return replace(score, characters=sum(map(len, texts)), words=words)
+
+
 def score_tokens(
-    model: SwitchHeadForCausalLM, vocabulary: Vocabulary, tokens: Tokens, *, chunk_length: int, batch_size: int
+    model: PreTrainedModel,
+    vocabulary: Vocabulary,
+    tokens: TokenArray,
+    *,
+    chunk_length: int,
+    batch_size: int,
+    stride: int | None = None,
 ) -> Evaluation:
     """Score every token but the first by those before it, under the autocast that is active.
 
     A model with memory reads the text from beginning to end in chunks and carries its memory; with `batch_size` > 1
     the text is cut into that many lanes (fewer when it is short), each of which starts without memory. A model without
-    reads windows that do not overlap, `batch_size` at a time. The last, shorter chunk is scored like the others.
+    reads windows, `batch_size` at a time; with a `stride` below `chunk_length` they overlap, and all but the first
+    score their last `stride` tokens only. The last, shorter chunk is scored like the others.
 
     Args:
-        tokens: at least two, the first of them a beginning token.
+        model: any causal language model.
+        vocabulary: counts bytes and words.
+        tokens: at least two, the first of them a beginning token where the vocabulary has one.
+        chunk_length: tokens read at once.
+        batch_size: lanes, or windows read side by side.
+        stride: tokens from one window to the next; default: `chunk_length`.
+
+    Raises:
+        ValueError: a setting out of its range, or too few tokens.
     """
+    stride = chunk_length if stride is None else stride
+    _check(model, tokens, chunk_length=chunk_length, stride=stride, batch_size=batch_size)
+    with evaluating(model):
+        if memory_length(model):
+            chunks = list(_chunks_of_lanes(model, tokens, chunk_length, batch_size))
+        else:
+            chunks = list(_windows(model, tokens, chunk_length, stride, batch_size))
+    sums, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    sums, counts = sums[counts > 0], counts[counts > 0]
     n_scored = len(tokens) - 1
-    if model.config.memory_length:
-        # A lane of few chunks would spend most of them without a full memory.
-        n_rows = max(1, min(batch_size, n_scored // (16 * chunk_length)))
-        groups = [_rows(tokens, n_rows)]
-    else:
-        groups = _rows(tokens, math.ceil(n_scored / chunk_length)).split(batch_size, dim=1)
-    was_training = model.training
-    model.eval()
-    total = sum(_loss_of_rows(model, group, chunk_length) for group in groups)
-    model.train(was_training)
-    return Evaluation(loss=total / n_scored, tokens=n_scored, bytes=vocabulary.count_bytes(tokens))
+    assert counts.sum() == n_scored
+    loss = sums.sum() / n_scored
+    return Evaluation(
+        loss=float(loss),
+        standard_error=_standard_error(sums - counts * loss, n_scored),
+        tokens=n_scored,
+        bytes=vocabulary.count_bytes(tokens[:]),
+    )
 
 
-def _rows(tokens: Tokens, n_rows: int) -> Tensor:
-    """Inputs and targets as `n_rows` consecutive pieces of one length, padded at the end; `[2, n_rows, length]`."""
+def _check(model: PreTrainedModel, tokens: TokenArray, *, chunk_length: int, stride: int, batch_size: int) -> None:
+    for name, value in (("chunk_length", chunk_length), ("stride", stride), ("batch_size", batch_size)):
+        if value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    if stride > chunk_length:
+        raise ValueError(f"stride is {stride}; it must be at most chunk_length={chunk_length}, or tokens are left out")
+    if stride < chunk_length and memory_length(model):
+        raise ValueError(f"stride is {stride}, but a model with memory sees what is before a chunk: leave it out")
+    if len(tokens) < 2:
+        raise ValueError(f"{len(tokens)} tokens: nothing to score, every token but the first is")
+
+
+# Both yield, batch by batch, the summed losses of chunks, in nats, and their numbers of scored tokens.
+_Sums = Iterator[tuple[np.ndarray, np.ndarray]]
+
+
+def _chunks_of_lanes(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, batch_size: int) -> _Sums:
     n_scored = len(tokens) - 1
-    length = math.ceil(n_scored / n_rows)
-    rows = torch.full((2, n_rows * length), IGNORED)
-    rows[0] = 0  # a causal model lets no token see the padding behind it
-    ids = torch.from_numpy(tokens.astype("int64"))
-    rows[0, :n_scored], rows[1, :n_scored] = ids[:-1], ids[1:]
-    return rows.view(2, n_rows, length)
-
-
-def _loss_of_rows(model: SwitchHeadForCausalLM, rows: Tensor, chunk_length: int) -> float:
-    total, memory = 0.0, None
-    for inputs, targets in rows.to(model.device).split(chunk_length, dim=2):
-        output = model(input_ids=inputs, memory=memory)
+    # A lane of few chunks would spend most of them without a full memory.
+    n_lanes = max(1, min(batch_size, n_scored // (16 * chunk_length)))
+    lane_length = math.ceil(n_scored / n_lanes)
+    ends = np.minimum(np.arange(1, n_lanes + 1) * lane_length, n_scored)
+    memory = None
+    for offset in range(0, lane_length, chunk_length):
+        starts = np.arange(n_lanes) * lane_length + offset
+        length = min(chunk_length, lane_length - offset)
+        inputs, targets = _pieces(tokens, starts, ends, length)
+        output = model(input_ids=inputs.to(model.device), memory=memory)
         memory = output.memory
-        losses = F.cross_entropy(
-            output.logits.flatten(0, 1).float(), targets.flatten(), ignore_index=IGNORED, reduction="none"
-        )
-        total += losses.double().sum().item()
-    return total
+        yield _sums(output.logits, targets)
+
+
+def _windows(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, stride: int, batch_size: int) -> _Sums:
+    n_scored = len(tokens) - 1
+    n_windows = 1 + math.ceil(max(0, n_scored - chunk_length) / stride)
+    for first in range(0, n_windows, batch_size):
+        starts = np.arange(first, min(first + batch_size, n_windows)) * stride
+        length = min(chunk_length, n_scored - starts[0])
+        inputs, targets = _pieces(tokens, starts, np.full_like(starts, n_scored), length)
+        targets[(starts > 0).nonzero()[0], : chunk_length - stride] = IGNORED  # the window before has scored them
+        yield _sums(model(input_ids=inputs.to(model.device)).logits, targets)
+
+
+def _pieces(tokens: TokenArray, starts: np.ndarray, ends: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
+    """Inputs, and the targets that follow them, of pieces `[start, start + length)`; beyond their ends none are scored.
+
+    A causal model lets no token see what is behind it, so that inputs there may be any.
+    """
+    positions = starts[:, None] + np.arange(length)  # [pieces, length]
+    beyond = positions >= ends[:, None]
+    positions = np.where(beyond, 0, positions)
+    inputs, targets = (torch.from_numpy(tokens[at].astype(np.int64)) for at in (positions, positions + 1))
+    return inputs, targets.masked_fill(torch.from_numpy(beyond), IGNORED)
+
+
+def _sums(logits: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    targets = targets.to(logits.device)
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    sums, counts = losses.view_as(targets).double().sum(dim=1), (targets != IGNORED).sum(dim=1)
+    return sums.cpu().numpy(), counts.cpu().numpy()
+
+
+def _standard_error(residuals: np.ndarray, n_scored: int) -> float | None:
+    """Of a ratio of sums over chunks (Cochran, Sampling Techniques, eq. 6.11, without the finite correction)."""
+    n = len(residuals)
+    return None if n < 2 else float(math.sqrt(n / (n - 1) * np.square(residuals).sum()) / n_scored)
+
+
+def _exp(nats: float) -> float:
+    return math.exp(nats) if nats < 700 else math.inf  # math.exp raises where a float ends

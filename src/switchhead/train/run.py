@@ -6,17 +6,15 @@ import dataclasses
 import json
 import logging
 import os
-import platform
 import subprocess
 from collections.abc import Iterator, Mapping
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 from switchhead.data import Vocabulary, load_vocabulary
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
-from switchhead.runs import FORMAT, RunDirectory, identity_of, open_run
+from switchhead.runs import FORMAT, RunDirectory, identity_of, open_run, package_versions
 from switchhead.train.checkpoint import TEMPORARY
 from switchhead.train.config import TrainingConfig
 
@@ -40,11 +38,7 @@ def describe_run(
         "model": _model_fields(model),
         "training": dataclasses.asdict(training),
         "data": dict(data),
-        "versions": {
-            "switchhead": _version("switchhead"),
-            "python": platform.python_version(),
-            **{name: _version(name) for name in ("torch", "transformers", "numpy", "safetensors")},
-        },
+        "versions": package_versions(),
         "commit": _commit(),
     }
     return json.loads(json.dumps(description))  # what reading it back gives: lists, no tuples
@@ -142,13 +136,6 @@ def _differences(run: Any, asked: Any, name: str = "") -> Iterator[str]:
             yield from _differences(run.get(key), asked.get(key), f"{name}.{key}" if name else key)
     elif run != asked:
         yield f"{name} is {run!r} there and {asked!r} here"
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def _commit() -> str | None:

@@ -1,0 +1,119 @@
+"""BLiMP (Warstadt et al. 2020): which of two sentences that differ minimally is grammatical."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from switchhead.eval import results
+from switchhead.eval.examples import HubData, Record, encode, load_examples, sha256_of
+from switchhead.eval.language_model import LanguageModel
+from switchhead.eval.likelihood import score_continuations
+from switchhead.eval.reading import context_length
+from switchhead.eval.results import Score, TaskResult
+
+VERSION = 1
+FILE = "blimp"
+HUB = HubData("nyu-mll/blimp", "train")  # a configuration for each of the 67 paradigms
+
+
+@dataclass(frozen=True)
+class MinimalPair:
+    """A grammatical sentence, its ungrammatical twin, and what they test."""
+
+    good: str
+    bad: str
+    paradigm: str
+    term: str
+    field: str
+    place: str
+
+
+def parse(record: Record) -> MinimalPair:
+    """A pair, as the authors' files and the hub name its fields (`UID` or `paradigm`).
+
+    Raises:
+        DataError: a field is missing.
+    """
+    return MinimalPair(
+        good=record.text("sentence_good"),
+        bad=record.text("sentence_bad"),
+        paradigm=record.text("paradigm", "UID"),
+        term=record.text("linguistics_term"),
+        field=record.text("field"),
+        place=record.place,
+    )
+
+
+def evaluate_blimp(
+    language_model: LanguageModel,
+    *,
+    task_data: Path | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+) -> TaskResult:
+    """Accuracy: the share of pairs whose grammatical sentence is the likelier one; a tie is none.
+
+    Likelihoods are of the whole sentence behind the beginning token, not normalised by length (the authors' "simple LM
+    method"). The accuracy is the mean over paradigms, and so are those of the linguistic terms and fields.
+
+    Args:
+        language_model: the model.
+        task_data: directory of local data; default: the hub.
+        limit: pairs of each paradigm, the first ones.
+        batch_size: see `score_continuations`.
+        chunk_length: see `score_continuations`.
+
+    Raises:
+        DataError: see `load_examples` and `encode`.
+    """
+    source, pairs = load_examples(FILE, HUB, parse, task_data=task_data)
+    pairs = _first_of_each(pairs, limit)
+    model, vocabulary = language_model.model, language_model.vocabulary
+    longest = context_length(model, chunk_length)
+    requests = [encode(vocabulary, pair.place, "", text, longest) for pair in pairs for text in (pair.good, pair.bad)]
+    likelihoods = score_continuations(model, requests, batch_size=batch_size, chunk_length=chunk_length)
+    good, bad = likelihoods[::2], likelihoods[1::2]
+    correct = [g.log_likelihood > b.log_likelihood for g, b in zip(good, bad, strict=True)]
+    paradigms = _accuracies(pairs, correct)
+    return TaskResult(
+        task="blimp",
+        version=VERSION,
+        data=source,
+        data_sha256=sha256_of(pairs),
+        examples=len(pairs),
+        scores={"accuracy": results.macro_average(list(paradigms.values()))},
+        details={
+            "field": _averages(paradigms, {pair.paradigm: pair.field for pair in pairs}),
+            "term": _averages(paradigms, {pair.paradigm: pair.term for pair in pairs}),
+            "paradigm": paradigms,
+        },
+        settings={"paradigms": len(paradigms)},
+    )
+
+
+def _first_of_each(pairs: Iterable[MinimalPair], limit: int | None) -> list[MinimalPair]:
+    seen: dict[str, int] = defaultdict(int)
+    kept = []
+    for pair in pairs:
+        seen[pair.paradigm] += 1
+        if limit is None or seen[pair.paradigm] <= limit:
+            kept.append(pair)
+    return kept
+
+
+def _accuracies(pairs: Sequence[MinimalPair], correct: Sequence[bool]) -> dict[str, Score]:
+    groups: dict[str, list[float]] = defaultdict(list)
+    for pair, is_correct in zip(pairs, correct, strict=True):
+        groups[pair.paradigm].append(float(is_correct))
+    return {paradigm: results.mean(groups[paradigm]) for paradigm in sorted(groups)}
+
+
+def _averages(paradigms: Mapping[str, Score], group_of: Mapping[str, str]) -> dict[str, Score]:
+    groups: dict[str, list[Score]] = defaultdict(list)
+    for paradigm, score in paradigms.items():
+        groups[group_of[paradigm]].append(score)
+    return {group: results.macro_average(groups[group]) for group in sorted(groups)}

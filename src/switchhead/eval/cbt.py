@@ -1,0 +1,122 @@
+"""Children's Book Test (Hill et al. 2016): which word is missing from the sentence after twenty others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from switchhead.errors import DataError
+from switchhead.eval import results
+from switchhead.eval.examples import HubData, Record, encode, find_files, load_examples, sha256_of
+from switchhead.eval.language_model import LanguageModel
+from switchhead.eval.likelihood import Request, score_continuations
+from switchhead.eval.reading import context_length
+from switchhead.eval.results import TaskResult
+
+VERSION = 1
+BLANK = "XXXXX"
+KINDS = {"cbt_cn": "common nouns", "cbt_ne": "named entities"}
+HUB = {name: HubData("cam-cst/cbt", "test", (name[-2:].upper(),)) for name in KINDS}
+
+
+@dataclass(frozen=True)
+class Question:
+    """What comes before, the candidates in place in the sentence that asks, and which of them is right."""
+
+    context: str
+    completed: tuple[str, ...]
+    answer: int
+    place: str
+
+
+def parse(record: Record) -> Question:
+    """A question, its sentences joined by spaces.
+
+    Raises:
+        DataError: a field is missing or empty, the blank is missing, or the answer is not among the options.
+    """
+    sentences, options = record.texts("sentences"), record.texts("options")
+    question, answer = record.text("question"), record.text("answer")
+    if question.count(BLANK) != 1:
+        raise DataError(f"{record.place}: the question has {question.count(BLANK)} blanks {BLANK}, not one")
+    if answer not in options:
+        raise DataError(f"{record.place}: the answer {answer!r} is not among the options ({', '.join(options)})")
+    completed = tuple(question.replace(BLANK, option) for option in options)
+    return Question(" ".join(sentences), completed, options.index(answer), record.place)
+
+
+def evaluate_cbt(
+    language_model: LanguageModel,
+    *,
+    task_data: Path | None = None,
+    limit: int | None = None,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+) -> TaskResult:
+    """Accuracy: the share of questions whose answer makes the likeliest sentence; a tie with another option is none.
+
+    Likelihoods are of the whole completed sentence after the twenty before it, not normalised by length, for each
+    option in its place (Radford et al. 2019). The accuracy is the mean over common nouns and named entities.
+    All options of a question see the same context, which is cut on its left to fit the longest of them.
+
+    Args:
+        language_model: the model.
+        task_data: directory of local data, `cbt_cn.jsonl` and `cbt_ne.jsonl`, at least one; default: the hub.
+        limit: questions of each kind, the first ones.
+        batch_size: see `score_continuations`.
+        chunk_length: see `score_continuations`.
+
+    Raises:
+        DataError: see `load_examples` and `encode`.
+    """
+    names = [name for name in KINDS if task_data is None or find_files(task_data, name)]
+    if not names:
+        raise DataError(f"{task_data} has neither cbt_cn.jsonl nor cbt_ne.jsonl (or .gz, .xz, .zst)")
+    loaded = {name: load_examples(name, HUB[name], parse, task_data=task_data) for name in names}
+    questions = [question for _, examples in loaded.values() for question in examples[:limit]]
+    longest = context_length(language_model.model, chunk_length)
+    requests, cut = [], 0
+    for question in questions:
+        options, is_cut = _requests(language_model, question, longest)
+        requests += options
+        cut += is_cut
+    likelihoods = score_continuations(language_model.model, requests, batch_size=batch_size, chunk_length=chunk_length)
+    values = iter(likelihood.log_likelihood for likelihood in likelihoods)
+    correct = iter([_is_correct(question, [next(values) for _ in question.completed]) for question in questions])
+    kinds = {
+        KINDS[name]: results.mean(float(next(correct)) for _ in examples[:limit])
+        for name, (_, examples) in loaded.items()
+    }
+    return TaskResult(
+        task="cbt",
+        version=VERSION,
+        data=", ".join(dict.fromkeys(source for source, _ in loaded.values())),
+        data_sha256=sha256_of(questions),
+        examples=len(questions),
+        cut=cut,
+        scores={"accuracy": results.macro_average(list(kinds.values()))},
+        details={"kind": kinds},
+    )
+
+
+def _requests(language_model: LanguageModel, question: Question, longest: int | None) -> tuple[list[Request], bool]:
+    """A request for every option, and whether their context had to be cut."""
+    options = [
+        encode(language_model.vocabulary, question.place, question.context, f" {completed}", longest)
+        for completed in question.completed
+    ]
+    if longest is None:
+        return options, False
+    excess = max(len(option.context) + len(option.continuation) for option in options) - 1 - longest
+    if excess <= 0:
+        return options, False
+    return [Request(option.context[excess:], option.continuation) for option in options], True
+
+
+def _is_correct(question: Question, values: list[float]) -> bool:
+    others = [
+        value
+        for text, value in zip(question.completed, values, strict=True)
+        if text != question.completed[question.answer]
+    ]
+    return all(values[question.answer] > value for value in others)

@@ -1,0 +1,169 @@
+"""Log-likelihoods of continuations: what every task is scored by."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from switchhead.data import Vocabulary
+from switchhead.eval.reading import context_length, evaluating, read
+
+
+class Request(NamedTuple):
+    """What is scored: the tokens of `continuation`, given at least one of `context`."""
+
+    context: Sequence[int]
+    continuation: Sequence[int]
+
+
+class Likelihood(NamedTuple):
+    """Score of a continuation.
+
+    Attributes:
+        log_likelihood: nats, the sum over its tokens.
+        greedy: whether each of its tokens is the likeliest one, the tokens before it given.
+        cut: tokens that the context lost on its left, to fit the model.
+    """
+
+    log_likelihood: float
+    greedy: bool
+    cut: int
+
+
+def encode_request(vocabulary: Vocabulary, context: str, continuation: str) -> Request:
+    """Tokens of a text, behind the beginning token, and where in them the continuation starts.
+
+    The whole text is tokenised at once. Spaces at the end of the context belong to the continuation, and so does a
+    token across the border. Without context and beginning token (Enwik8's bytes) the first token is context: nothing
+    comes before it that could predict it.
+
+    Raises:
+        ValueError: nothing remains to be scored.
+    """
+    before = context.rstrip()
+    tokens = vocabulary.encode(context + continuation).tolist()
+    head = vocabulary.encode(before).tolist() if before else []
+    border = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(head, tokens, strict=False)))
+    if vocabulary.beginning is not None:
+        tokens, border = [vocabulary.beginning, *tokens], border + 1
+    border = max(border, 1)
+    if border >= len(tokens):
+        raise ValueError(f"{continuation!r} tokenises to nothing that could be scored")
+    return Request(tokens[:border], tokens[border:])
+
+
+def score_continuations(
+    model: PreTrainedModel,
+    requests: Sequence[Request],
+    *,
+    batch_size: int | None = None,
+    chunk_length: int | None = None,
+) -> list[Likelihood]:
+    """Likelihoods of continuations, in the order of the requests.
+
+    Texts of like length are read together. A text that is the beginning of another (but for its last token, which is
+    only predicted) is not read on its own: two sentences that differ in their last token cost one.
+
+    Args:
+        model: any causal language model; scored in evaluation mode, under the autocast that is active.
+        requests: from `encode_request`.
+        batch_size: texts read side by side; default: as many as make 16,384 tokens (2,048 on a CPU).
+        chunk_length: tokens read at once; default: as in training. With memory, texts of any length are read in
+            chunks. Without, `chunk_length` tokens are read at most, the others cut off on the left.
+
+    Raises:
+        ValueError: a continuation that is longer than the model reads, or a setting below 1.
+    """
+    for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
+        if value is not None and value < 1:
+            raise ValueError(f"{name} is {value}; it must be at least 1")
+    rows, cuts = _rows(requests, context_length(model, chunk_length))
+    totals, greedy = np.zeros(len(requests)), np.ones(len(requests), dtype=bool)
+    with evaluating(model):
+        for batch in _batches(rows, batch_size, 2048 if model.device.type == "cpu" else 16384):
+            owner, values, matches = _score_batch(model, batch, chunk_length)
+            np.add.at(totals, owner, values)
+            np.logical_and.at(greedy, owner, matches)
+    return [Likelihood(*score) for score in zip(totals.tolist(), greedy.tolist(), cuts, strict=True)]
+
+
+@dataclass
+class _Row:
+    """Inputs to be read, and the targets `(request, first position, tokens)` that they predict."""
+
+    inputs: tuple[int, ...]
+    targets: list[tuple[int, int, Sequence[int]]]
+
+    @property
+    def first(self) -> int:
+        """The first position whose prediction is needed."""
+        return min(first for _, first, _ in self.targets)
+
+
+def _rows(requests: Sequence[Request], limit: int | None) -> tuple[list[_Row], list[int]]:
+    """What must be read for the requests, each input once; and how many tokens each request lost."""
+    by_inputs: dict[tuple[int, ...], _Row] = {}
+    cuts = []
+    for number, (context, continuation) in enumerate(requests):
+        inputs = (*context, *continuation[:-1])
+        cut = 0 if limit is None else max(0, len(inputs) - limit)
+        if cut >= len(context):
+            raise ValueError(f"a continuation of {len(continuation)} tokens does not fit a model that reads {limit}")
+        inputs = inputs[cut:]
+        row = by_inputs.setdefault(inputs, _Row(inputs, []))
+        row.targets.append((number, len(inputs) - len(continuation), continuation))
+        cuts.append(cut)
+    return _without_beginnings_of_others(by_inputs), cuts
+
+
+def _without_beginnings_of_others(by_inputs: dict[tuple[int, ...], _Row]) -> list[_Row]:
+    """Rows of which none is the beginning of another, whose targets it hands on. In order, it is right before one."""
+    rows: list[_Row] = []
+    for inputs in sorted(by_inputs, reverse=True):
+        if rows and rows[-1].inputs[: len(inputs)] == inputs:
+            rows[-1].targets += by_inputs[inputs].targets
+        else:
+            rows.append(by_inputs[inputs])
+    return rows
+
+
+def _batches(rows: list[_Row], batch_size: int | None, batch_tokens: int) -> Iterator[list[_Row]]:
+    """Rows of like length, longest first, so that memory runs out at once or never."""
+    rows = sorted(rows, key=lambda row: len(row.inputs), reverse=True)
+    while rows:
+        size = batch_size or max(1, batch_tokens // len(rows[0].inputs))
+        yield rows[:size]
+        rows = rows[size:]
+
+
+def _score_batch(
+    model: PreTrainedModel, batch: list[_Row], chunk_length: int | None
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    """For every target token: its request, its log-likelihood, and whether it is the likeliest token."""
+    length = len(batch[0].inputs)
+    inputs = torch.zeros(len(batch), length, dtype=torch.long)  # padded on the right, where nothing looks
+    index: list[tuple[int, int, int, int]] = []
+    for number, row in enumerate(batch):
+        inputs[number, : len(row.inputs)] = torch.tensor(row.inputs)
+        for request, first, tokens in row.targets:
+            index += ((number, first + i, token, request) for i, token in enumerate(tokens))
+    keep = length - min(row.first for row in batch)
+    logits = read(model, inputs.to(model.device), keep=keep, length=chunk_length)
+    rows, positions, tokens, owner = torch.tensor(index).T
+    values, matches = _select(logits, rows, positions - (length - keep), tokens)
+    return owner.numpy(), values, matches
+
+
+def _select(logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
+    logits = logits if logits.dtype == torch.float64 else logits.float()
+    rows, positions, tokens = (index.to(logits.device) for index in (rows, positions, tokens))
+    values = logits[rows, positions, tokens] - logits.logsumexp(dim=-1)[rows, positions]
+    matches = logits.argmax(dim=-1)[rows, positions] == tokens
+    return values.double().cpu().numpy(), matches.cpu().numpy()
