@@ -62,7 +62,7 @@ def test_damaged_compression_is_an_error_that_names_the_file(tmp_path, ending, d
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("novel.txt", r"cannot read data 'novel.txt': expected text:FILE\|GLOB or jsonl:GLOB#field"),
+        ("novel.txt", r"cannot read data 'novel.txt': expected text:FILE\|GLOB, jsonl:GLOB#field or parquet:"),
         ("csv:x", "expected text:FILE"),
         ("text:", "expected text:FILE"),
         ("text:{dir}/absent", "no file matches '{dir}/absent'"),

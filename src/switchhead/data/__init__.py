@@ -1,10 +1,11 @@
 """Text to tokens to batches; knows no model."""
 
 from switchhead.data.batches import Batches, LaneBatches, WindowBatches
-from switchhead.data.corpus import Corpus, open_corpus
+from switchhead.data.corpus import Corpus, load_tokens, open_corpus
+from switchhead.data.prepared import Prepared, open_prepared
 from switchhead.data.sources import read_documents
 from switchhead.data.tokenizer import TokenizerVocabulary, load_tokenizer
-from switchhead.data.tokens import TokenArray, load_tokens, split_tail
+from switchhead.data.tokens import TokenArray, split_tail
 from switchhead.data.vocabulary import ByteSubsetVocabulary, ByteVocabulary, Tokens, Vocabulary, load_vocabulary
 
 __all__ = [
@@ -13,6 +14,7 @@ __all__ = [
     "ByteVocabulary",
     "Corpus",
     "LaneBatches",
+    "Prepared",
     "TokenArray",
     "TokenizerVocabulary",
     "Tokens",
@@ -22,6 +24,7 @@ __all__ = [
     "load_tokens",
     "load_vocabulary",
     "open_corpus",
+    "open_prepared",
     "read_documents",
     "split_tail",
 ]

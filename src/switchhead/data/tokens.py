@@ -7,7 +7,7 @@ from typing import Protocol
 
 import numpy as np
 
-from switchhead.data.sources import read_documents
+from switchhead.data.shards import ShardedTokens
 from switchhead.data.vocabulary import Tokens, Vocabulary, dtype_of
 from switchhead.errors import DataError
 
@@ -27,22 +27,13 @@ class TokenArray(Protocol):
         ...
 
 
-def load_tokens(spec: str, vocabulary: Vocabulary) -> Tokens:
-    """The documents of a source one after the other, each behind a beginning token (if the vocabulary has one).
-
-    Raises:
-        DataError: see `read_documents`.
-    """
-    return join_documents(read_documents(spec), vocabulary)
-
-
 def join_documents(documents: Iterable[str], vocabulary: Vocabulary) -> Tokens:
     """Documents as one array, each behind a beginning token (if the vocabulary has one)."""
     beginning = beginning_of(vocabulary)
     return np.concatenate([part for text in documents for part in (beginning, vocabulary.encode(text))])
 
 
-def split_tail(tokens: Tokens, fraction: float, vocabulary: Vocabulary) -> tuple[Tokens, Tokens]:
+def split_tail(tokens: TokenArray, fraction: float, vocabulary: Vocabulary) -> tuple[TokenArray, Tokens]:
     """Training tokens, and the last `fraction` of the text (behind a beginning token) for validation.
 
     Raises:
@@ -51,7 +42,8 @@ def split_tail(tokens: Tokens, fraction: float, vocabulary: Vocabulary) -> tuple
     cut = len(tokens) - max(1, round(len(tokens) * fraction))
     if cut < 2:
         raise DataError(f"a text of {len(tokens)} tokens cannot be split for training and validation")
-    return tokens[:cut], np.concatenate([beginning_of(vocabulary), tokens[cut:]])
+    head = tokens.part(slice(cut)) if isinstance(tokens, ShardedTokens) else tokens[:cut]
+    return head, np.concatenate([beginning_of(vocabulary), tokens[cut:]])
 
 
 def beginning_of(vocabulary: Vocabulary) -> Tokens:
