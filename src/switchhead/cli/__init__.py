@@ -20,6 +20,7 @@ from switchhead.cli.demo import demo
 from switchhead.cli.doctor import doctor
 from switchhead.cli.evaluation import evaluate
 from switchhead.cli.generation import generate
+from switchhead.cli.prepare import prepare
 from switchhead.cli.recipes import recipes
 from switchhead.cli.training import train
 
@@ -31,6 +32,7 @@ Start with `switchhead demo`. An error is one line; add --debug (or set SWITCHHE
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
+    "prepare": prepare,
     "train": train,
     "eval": evaluate,
     "generate": generate,
