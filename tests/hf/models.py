@@ -6,7 +6,7 @@ import torch
 
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
 
-ATTENTIONS = ("switchhead", "mha")
+ATTENTIONS = ("switchhead", "mha", "moa", "head_gating")
 POSITIONS = ("none", "rotary", "relative")
 KINDS = tuple(itertools.product(ATTENTIONS, POSITIONS))
 
@@ -15,8 +15,36 @@ SIZES = dict(
 )
 
 
+# What a kind of attention needs beyond the sizes.
+NEEDS = {"moa": dict(num_experts=4, gating="softmax")}
+SIGMA_MOE = dict(
+    feed_forward="sigma_moe",
+    ffn_num_experts=4,
+    ffn_num_experts_per_tok=2,
+    ffn_expert_size=12,
+    intermediate_size=SwitchHeadConfig.intermediate_size,  # without meaning here, so at its default
+)
+MODERN = dict(norm="rmsnorm", feed_forward="swiglu", qk_norm=True, use_bias=False, tie_word_embeddings=True)
+# Models beside the plain ones of KINDS, as changes to `small_config`.
+VARIANTS = {
+    "switchall": SIGMA_MOE | dict(positions="relative"),
+    "sigma-moe with dense attention": SIGMA_MOE | dict(attention="mha"),
+    "dynamic k": SIGMA_MOE | dict(router_threshold=0.4, ffn_router_threshold=0.4),
+    "moa with all losses": SIGMA_MOE
+    | dict(attention="moa", cv_loss_weight=0.1, switch_loss_weight=0.1, router_z_loss_weight=0.1)
+    | dict(ffn_entropy_loss_weight=0.1, gating="softmax_chosen"),
+    **{f"modern {attention}": MODERN | dict(attention=attention, rotary_fraction=1.0) for attention in ATTENTIONS},
+}
+
+
 def small_config(attention: str = "switchhead", positions: str = "rotary", **changes) -> SwitchHeadConfig:
-    return SwitchHeadConfig(**SIZES | dict(attention=attention, positions=positions) | changes)
+    return SwitchHeadConfig(
+        **SIZES | NEEDS.get(attention, {}) | dict(attention=attention, positions=positions) | changes
+    )
+
+
+def variant_config(name: str, **changes) -> SwitchHeadConfig:
+    return small_config(**VARIANTS[name] | changes)
 
 
 def lively_model(config: SwitchHeadConfig, seed: int = 0) -> SwitchHeadForCausalLM:
@@ -26,7 +54,7 @@ def lively_model(config: SwitchHeadConfig, seed: int = 0) -> SwitchHeadForCausal
     with torch.no_grad():
         for name, parameter in model.model.named_parameters():
             if "norm" not in name:
-                parameter.mul_(3.0)
+                parameter.mul_(6.0 if "router" in name else 3.0)
             if name.endswith("_bias"):  # Transformer-XL's, zero at first
                 parameter.normal_()
     return model

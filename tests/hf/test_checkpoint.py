@@ -9,7 +9,7 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM, SwitchHeadModel
 from tests.helpers import relative_error
-from tests.hf.models import KINDS, lively_model, random_tokens, small_config
+from tests.hf.models import ATTENTIONS, KINDS, VARIANTS, lively_model, random_tokens, small_config, variant_config
 
 
 @pytest.fixture
@@ -27,9 +27,17 @@ def rewrite(directory, change):
 
 
 @pytest.mark.parametrize(("attention", "positions"), KINDS)
-@torch.no_grad()
 def test_saved_models_load_through_the_auto_classes_bit_for_bit(attention, positions, tmp_path):
-    model = lively_model(small_config(attention, positions, memory_length=3))
+    check_saving(lively_model(small_config(attention, positions, memory_length=3)), tmp_path)
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_saved_variants_load_through_the_auto_classes_bit_for_bit(variant, tmp_path):
+    check_saving(lively_model(variant_config(variant)), tmp_path)
+
+
+@torch.no_grad()
+def check_saving(model, tmp_path):
     model.save_pretrained(tmp_path)
     assert {path.name for path in tmp_path.iterdir()} == {"config.json", "generation_config.json", "model.safetensors"}
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path, dtype="auto")
@@ -115,7 +123,13 @@ def test_initial_weights_have_the_papers_deviations(attention, positions):
     check_initial_weights(model)
 
 
-@pytest.mark.parametrize("attention", ["switchhead", "mha"])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_initial_weights_of_variants_have_the_papers_deviations(variant):
+    sizes = dict(hidden_size=64, num_hidden_layers=8, head_dim=32, vocab_size=500)
+    check_initial_weights(SwitchHeadForCausalLM(variant_config(variant, **sizes)))
+
+
+@pytest.mark.parametrize("attention", ATTENTIONS)
 def test_models_built_on_the_meta_device_are_drawn_by_init_weights(attention):
     config = small_config(
         attention, "relative", hidden_size=64, num_hidden_layers=8, head_dim=32, intermediate_size=128, vocab_size=500
@@ -150,7 +164,10 @@ def check_initial_weights(model):
             assert parameter.item() == pytest.approx(config.head_dim**-0.5)
             continue
         else:
-            fan_in = {"o_proj": width, "down_proj": config.intermediate_size}.get(name.split(".")[-2], d_model)
+            inner = config.intermediate_size
+            if config.feed_forward == "sigma_moe":
+                inner = config.ffn_num_experts * config.ffn_expert_size
+            fan_in = {"o_proj": width, "down_proj": inner}.get(name.split(".")[-2], d_model)
             expected = scale / math.sqrt(fan_in)
         # Half a percent of freedom for each draw of ten thousand.
         assert parameter.std().item() == pytest.approx(expected, rel=5 / math.sqrt(parameter.numel())), name

@@ -5,7 +5,7 @@ import torch
 
 from switchhead.hf import SwitchHeadConfig
 from switchhead.hf.kinds import KINDS
-from tests.hf.models import small_config
+from tests.hf.models import SIGMA_MOE, VARIANTS, small_config, variant_config
 
 
 @pytest.mark.parametrize(
@@ -14,8 +14,27 @@ from tests.hf.models import small_config
         ({"num_expert": 3}, "unknown field 'num_expert'; did you mean 'num_experts'"),
         ({"attention": "flash"}, "attention='flash' must be one of 'switchhead', 'mha'"),
         ({"positions": "rope"}, "positions='rope' must be one of 'none', 'rotary', 'relative'"),
-        ({"feed_forward": "sparse"}, "feed_forward='sparse' must be one of 'mlp'"),
-        ({"norm": "batchnorm"}, "norm='batchnorm' must be one of 'layernorm'"),
+        ({"feed_forward": "sparse"}, "feed_forward='sparse' must be one of 'mlp', 'swiglu', 'sigma_moe'"),
+        ({"norm": "batchnorm"}, "norm='batchnorm' must be one of 'layernorm', 'rmsnorm'"),
+        ({"attention": "moa"}, "num_experts=None must be an integer of at least 1"),
+        ({"attention": "moa", "num_experts": 1}, "num_attention_heads=2 must be at most num_experts=1"),
+        ({"attention": "moa", "num_experts": 4, "num_experts_per_tok": 2}, "num_experts_per_tok=2 has no effect"),
+        ({"attention": "head_gating", "num_experts": 4}, "num_experts=4 has no effect with attention='head_gating'"),
+        ({"attention": "head_gating", "num_experts_per_tok": 3}, "num_experts_per_tok=3 must be at most num_attention"),
+        ({"gating": "softmax_chosen"}, "gating='softmax_chosen' must be 'sigmoid' or 'softmax'"),
+        ({"cv_loss_weight": 0.1}, "cv_loss_weight=0.1 has no effect with attention='switchhead'"),
+        ({"ffn_entropy_loss_weight": 0.1}, "ffn_entropy_loss_weight=0.1 has no effect with feed_forward='mlp'"),
+        ({"feed_forward": "sigma_moe"}, "ffn_num_experts=None must be an integer of at least 1"),
+        (SIGMA_MOE | {"ffn_num_experts_per_tok": 5}, "ffn_num_experts_per_tok=5 must be at most ffn_num_experts=4"),
+        (SIGMA_MOE | {"ffn_gating": "softmax_chosen"}, "ffn_gating='softmax_chosen' must be 'sigmoid' or 'softmax'"),
+        (SIGMA_MOE | {"ffn_entropy_loss_weight": -1}, "ffn_entropy_loss_weight=-1 must be a number of at least 0"),
+        (SIGMA_MOE | {"intermediate_size": 100}, "intermediate_size=100 has no effect with feed_forward='sigma_moe'"),
+        ({"router_threshold": 1.0}, "router_threshold=1.0 must be a number of at least 0 and below 1"),
+        ({"rms_norm_eps": 1e-5}, "rms_norm_eps=1e-05 has no effect with norm='layernorm'"),
+        ({"norm": "rmsnorm", "rms_norm_eps": 0.0}, "rms_norm_eps=0.0 must be a number above 0"),
+        ({"use_bias": 1}, "use_bias=1 must be True or False"),
+        ({"qk_norm": None}, "qk_norm=None must be True or False"),
+        ({"attention": "mha", "expert_norm_init": True}, "expert_norm_init=True has no effect with attention='mha'"),
         ({"attention": "mha", "num_experts": 3}, "num_experts=3 has no effect with attention='mha'"),
         ({"attention": "mha", "gating": "softmax"}, "gating='softmax' has no effect with attention='mha'"),
         ({"num_key_value_heads": 1}, "num_key_value_heads=1 has no effect with attention='switchhead'"),
@@ -58,6 +77,7 @@ def test_field_that_cannot_be_is_refused_by_name(fields, message):
         {"attention": "mha", "num_attention_heads": 4, "num_key_value_heads": 2, "positions": "none"},
         {"positions": "relative", "memory_length": 256, "expert_projections": "", "dropout": 0.1},
         {"vocab_size": 205, "eos_token_id": [1, 2], "pad_token_id": 0, "tie_word_embeddings": True},
+        *(variant_config(name).to_diff_dict() for name in VARIANTS),
     ],
 )
 def test_configuration_survives_saving(fields, tmp_path):
@@ -89,6 +109,15 @@ def test_every_annotated_kind_can_be_built_and_no_other():
 def test_fields_of_kinds_exist():
     fields = {name for kinds in KINDS.values() for kind in kinds.values() for name in kind.fields}
     assert fields <= set(vars(SwitchHeadConfig)["__annotations__"])
+
+
+def test_auxiliary_losses_are_those_of_the_chosen_kinds_with_a_weight_each():
+    config = variant_config("moa with all losses", switch_loss_weight=0.0)
+    assert config.aux_loss_weights == {
+        "cv_loss": 0.1, "switch_loss": 0.0, "router_z_loss": 0.1, "ffn_entropy_loss": 0.1,
+    }  # fmt: skip
+    assert small_config().aux_loss_weights == {}
+    assert small_config(**SIGMA_MOE).aux_loss_weights == {"ffn_entropy_loss": 0.0}
 
 
 def test_only_transformer_xl_with_memory_bounds_the_cache():

@@ -5,7 +5,16 @@ from transformers import CompileConfig, DynamicCache, StaticCache
 
 from switchhead.hf.compat import CACHE_NAME
 from tests.helpers import relative_error
-from tests.hf.models import KINDS, greedy, greedy_by_full_forward, lively_model, random_tokens, small_config
+from tests.hf.models import (
+    KINDS,
+    VARIANTS,
+    greedy,
+    greedy_by_full_forward,
+    lively_model,
+    random_tokens,
+    small_config,
+    variant_config,
+)
 
 FIXED_CACHE_KINDS = [kind for kind in KINDS if kind[1] != "relative"]
 
@@ -25,6 +34,20 @@ def test_cached_decoding_token_by_token_matches_full_forward(attention, position
         cache = cache_of(step)
         full = model(tokens[:, :length])
         assert relative_error(step.logits[:, -1], full.logits[:, -1]) < 1e-12, length
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_generate_as_the_full_forward_does(variant):
+    model = lively_model(variant_config(variant))
+    tokens = random_tokens(2, 17)
+    cache, pieces = None, []
+    with torch.no_grad():
+        for piece in tokens.split([4, 1, 1, 1, 3, 1, 1, 5], dim=1):
+            step = model(piece, cache=cache, use_cache=True)
+            cache = cache_of(step)
+            pieces.append(step.logits)
+        assert relative_error(torch.cat(pieces, dim=1), model(tokens).logits) < 1e-12
+    assert torch.equal(greedy(model, tokens, 8), greedy_by_full_forward(model, tokens, 8))
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values"])
@@ -172,6 +195,12 @@ def test_cache_of_grouped_query_attention_holds_its_few_key_value_heads():
     expected = greedy_by_full_forward(model, prompt, 8)
     assert torch.equal(greedy(model, prompt, 8), expected)
     assert torch.equal(greedy(model, prompt, 8, cache_implementation="static"), expected)
+
+
+@torch.no_grad()
+def test_cache_of_moa_holds_one_head_whatever_the_number_of_experts():
+    cache = cache_of(lively_model(small_config("moa", num_experts=7))(random_tokens(2, 5), use_cache=True))
+    assert all(layer.keys.shape == layer.values.shape == (2, 1, 5, 10) for layer in cache.layers)
 
 
 @torch.no_grad()

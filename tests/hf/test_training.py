@@ -6,8 +6,9 @@ from torch import nn
 
 from switchhead.hf.router_logits import RouterLogits
 from switchhead.nn import Router
+from switchhead.ops import document_boundaries
 from tests.helpers import relative_error
-from tests.hf.models import KINDS, lively_model, random_tokens, small_config
+from tests.hf.models import KINDS, SIGMA_MOE, VARIANTS, lively_model, random_tokens, small_config, variant_config
 
 
 def enable_activation_checkpointing(model, **options):
@@ -112,6 +113,35 @@ def test_every_parameter_gets_a_gradient(attention, positions):
         assert gradient.any(), name
 
 
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_parameter_of_a_variant_gets_a_gradient_in_every_dtype(variant):
+    for dtype in (torch.float64, torch.bfloat16):
+        model = lively_model(variant_config(variant)).to(dtype).train()
+        for name, gradient in gradients_of(model, random_tokens(4, 9), labels=random_tokens(4, 9)).items():
+            assert gradient.dtype == dtype, name
+            assert gradient.isfinite().all(), name
+            assert gradient.any(), name
+    with torch.autocast("cpu", torch.bfloat16):
+        model = lively_model(variant_config(variant)).float().train()
+        assert gradients_of(model, random_tokens(4, 9), labels=random_tokens(4, 9))
+
+
+@pytest.mark.parametrize("use_reentrant", [False, True])
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_activation_checkpointing_leaves_loss_and_gradients_of_variants_alone(variant, use_reentrant):
+    dropout = dict(dropout=0.2) if "modern" in variant else dict(dropout=0.2, ffn_expert_dropout=0.2)
+    model, tokens = lively_model(variant_config(variant, **dropout)).train(), random_tokens(2, 7)
+
+    def run():
+        torch.manual_seed(0)
+        return gradients_of(model, tokens, labels=tokens)
+
+    expected = run()
+    enable_activation_checkpointing(model, use_reentrant=use_reentrant)
+    found = run()
+    assert all(relative_error(found[name], expected[name]) < 1e-6 for name in expected)
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 @pytest.mark.parametrize(("attention", "positions"), KINDS)
 def test_activation_checkpointing_leaves_loss_memory_and_gradients_alone(attention, positions, use_reentrant):
@@ -178,6 +208,117 @@ def test_forward_compiles_without_graph_breaks(attention, positions):
         assert relative_error(output.logits, expected.logits) < 1e-9
         assert relative_error(output.loss, expected.loss) < 1e-6
         memory = expected.memory
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_variants_compile_without_graph_breaks(variant):
+    torch.compiler.reset()
+    model, tokens = lively_model(variant_config(variant, num_hidden_layers=1)).train(), random_tokens(2, 6)
+    compiled = torch.compile(model, fullgraph=True, backend="eager")
+    output, expected = compiled(tokens, labels=tokens), model(tokens, labels=tokens)
+    assert relative_error(output.loss, expected.loss) < 1e-6
+    assert relative_error(compiled(tokens, labels=tokens, loss_chunk_length=5).loss, expected.loss) < 1e-6
+
+
+def test_auxiliary_losses_are_weighted_summed_over_layers_and_added_to_the_loss():
+    weights = dict(cv_loss_weight=0.5, switch_loss_weight=0.25, router_z_loss_weight=0.0, ffn_entropy_loss_weight=2.0)
+    model = lively_model(variant_config("moa with all losses", **weights)).train()
+    tokens = random_tokens(2, 6)
+    inputs = {}
+    for index, layer in enumerate(model.model.layers):
+        for name, part in (("attention", layer.attention), ("feed_forward", layer.feed_forward)):
+            part.register_forward_pre_hook(lambda m, args, key=(index, name): inputs.update({key: args[0]}))
+    output = model(tokens, labels=tokens)
+    expected = dict.fromkeys(weights, 0.0)
+    for (index, name), x in inputs.copy().items():
+        _, losses = getattr(model.model.layers[index], name)(x, return_aux=True)
+        for loss, value in losses.items():
+            expected[("ffn_" if name == "feed_forward" else "") + loss + "_weight"] += value.item()
+    assert list(output.aux_losses) == ["cv_loss", "switch_loss", "router_z_loss", "ffn_entropy_loss"]
+    for name, value in output.aux_losses.items():
+        assert value.item() == pytest.approx(expected[f"{name}_weight"] / 2, rel=1e-9), name  # mean of two layers
+    total = sum(weight * expected[name] for name, weight in weights.items())
+    assert output.aux_loss.item() == pytest.approx(total, rel=1e-9)
+    cross_entropy = nn.functional.cross_entropy(output.logits[:, :-1].flatten(0, 1), tokens[:, 1:].flatten())
+    assert (output.loss - output.aux_loss).item() == pytest.approx(cross_entropy.item(), rel=1e-5)
+    chunked = model(tokens, labels=tokens, loss_chunk_length=4)
+    assert chunked.loss.item() == pytest.approx(output.loss.item(), rel=1e-5)
+    assert model(tokens).aux_loss.item() == pytest.approx(total, rel=1e-9)
+    assert len(model(tokens, return_dict=False)) == 3  # logits and both kinds of auxiliary losses
+
+
+def test_auxiliary_losses_exist_in_training_and_with_a_weight_only():
+    tokens = random_tokens(2, 6)
+    evaluated = lively_model(variant_config("moa with all losses"))(tokens, labels=tokens)
+    unweighted = lively_model(small_config(**SIGMA_MOE)).train()(tokens, labels=tokens)
+    for output in (evaluated, unweighted):
+        assert output.aux_loss is None
+        assert output.aux_losses is None
+
+
+def test_auxiliary_losses_do_not_count_padding():
+    model = lively_model(variant_config("moa with all losses")).train()
+    text = random_tokens(1, 6)
+    alone = model(text).aux_losses
+    padded = torch.cat([text, torch.zeros(1, 3, dtype=torch.long)], dim=1)
+    mask = (torch.arange(9) < 6).long()[None]
+    for name, value in model(padded, mask).aux_losses.items():
+        assert value.item() == pytest.approx(alone[name].item(), rel=1e-9), name
+
+
+@pytest.mark.parametrize("chunk_length", [1, 5, 100])
+@pytest.mark.parametrize("bias", [True, False])
+def test_loss_in_chunks_has_the_same_value_and_gradients_and_no_scores(chunk_length, bias):
+    model = lively_model(small_config(use_bias=bias, tie_word_embeddings=not bias)).train()
+    tokens = random_tokens(2, 9)
+    labels = tokens.clone()
+    labels[0, :4] = -100
+    for options in (dict(labels=labels), dict(shift_labels=labels), dict(labels=labels, num_items_in_batch=7)):
+        plain, chunked = model(tokens, **options), model(tokens, **options, loss_chunk_length=chunk_length)
+        assert chunked.logits is None
+        assert relative_error(chunked.loss, plain.loss) < 1e-6  # transformers computes the plain one in float32
+        expected = gradients_of(model, tokens, **options)
+        for name, gradient in gradients_of(model, tokens, **options, loss_chunk_length=chunk_length).items():
+            assert relative_error(gradient, expected[name]) < 1e-6, name
+
+
+def test_loss_in_chunks_of_nothing_or_of_other_lengths_is_refused():
+    model, tokens = lively_model(small_config()), random_tokens(2, 6)
+    with pytest.raises(ValueError, match="loss_chunk_length needs labels or shift_labels"):
+        model(tokens, loss_chunk_length=4)
+    with pytest.raises(ValueError, match=r"labels must be \[2, 6\], as the input; got \[2, 5\]"):
+        model(tokens, shift_labels=tokens[:, 1:], loss_chunk_length=4)
+
+
+@pytest.mark.parametrize(("attention", "positions"), [kind for kind in KINDS if kind[1] != "relative"])
+def test_packed_documents_do_not_see_each_other(attention, positions):
+    model = lively_model(small_config(attention, positions))
+    documents = [random_tokens(1, n, seed=n) for n in (3, 4, 5, 2)]
+    rows = torch.cat([torch.cat(documents[:2], 1), torch.cat(documents[2:], 1)])
+    position_ids = torch.tensor([[0, 1, 2, 0, 1, 2, 3], [0, 1, 2, 3, 4, 0, 1]])
+    packed = model(rows, position_ids=position_ids, cu_seqlens=document_boundaries(position_ids)).logits.flatten(0, 1)
+    expected = torch.cat([model(document).logits[0] for document in documents])
+    assert relative_error(packed, expected) < 1e-12
+
+
+def test_packed_documents_with_what_they_do_not_go_with_are_refused():
+    tokens, bounds = random_tokens(1, 6), torch.tensor([0, 2, 6], dtype=torch.int32)
+    with pytest.raises(ValueError, match="does not go with relative positions"):
+        lively_model(small_config(positions="relative"))(tokens, cu_seqlens=bounds)
+    model = lively_model(small_config(memory_length=4))
+    with pytest.raises(ValueError, match="does not go with memory"):
+        model(tokens, memory=model(tokens).memory, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="does not go with cache"):
+        model(tokens, use_cache=True, cu_seqlens=bounds)
+    with pytest.raises(ValueError, match="does not go with key_padding_mask"):
+        model(tokens, torch.tensor([[0, 1, 1, 1, 1, 1]]), cu_seqlens=bounds)
+
+
+def test_router_logits_of_every_kind_of_router_come_in_the_order_of_the_layers():
+    model = lively_model(variant_config("moa with all losses"))
+    logits = model(random_tokens(2, 6), output_router_logits=True).router_logits
+    assert [tuple(scores.shape) for scores in logits] == [(2, 6, 1, 4)] * 4
+    assert len(lively_model(variant_config("switchall"))(random_tokens(2, 6), output_router_logits=True)[-1]) == 6
 
 
 def test_router_logits_have_a_shape_a_meaning_and_a_gradient():

@@ -171,11 +171,8 @@ class SwitchHeadAttention(nn.Module):
                 causal=self.causal, relative=self.position_proj is not None, context=context, memory=memory,
                 cache=cache, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             )  # fmt: skip
-        wide = aligned_width(self.d_model, x.device)
-        source = tokens = pad_width(x, wide)
-        if context is not None or memory is not None:
-            source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
-        q, k, v, to = self._project(tokens, source, crossed=context is not None)  # [B, H, T, d]
+        source = key_value_source(x, context, memory)  # [B, S, D]
+        q, k, v, to = self._project(x, source, crossed=context is not None)  # [B, H, T, d]
         relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=relative,
@@ -199,12 +196,16 @@ class SwitchHeadAttention(nn.Module):
             routers = [router for router in (self.destination_router, self.source_router) if router is not None]
             (queries, keys), values, routings = project_all(x, (q, k), routers, v, self.d_head)
             return queries, keys, values, routings[0]
-        origin_router = self.destination_router if self.shared_selection else self.source_router
-        origin = origin_router and origin_router(source.flatten(0, 1))
-        if origin is not None and self.shared_selection and not crossed:  # x is the end of its source
+        wide = aligned_width(self.d_model, x.device)
+        x, source = pad_width(x, wide), pad_width(source, wide)
+        destination = self.destination_router
+        if self.shared_selection and destination is not None and not crossed:  # x is the end of its source
+            origin = destination(source.flatten(0, 1))
             to = origin.last(x.shape[1], of=source.shape[:2])
         else:
-            to = self.destination_router and self.destination_router(x.flatten(0, 1))
+            to = destination and destination(x.flatten(0, 1))
+            origin_router = destination if self.shared_selection else self.source_router
+            origin = origin_router and origin_router(source.flatten(0, 1))
         return self._heads(q, x, to), self._heads(k, source, origin), self._heads(v, source, origin), to
 
     def _heads(
