@@ -137,7 +137,7 @@ def test_the_cache_has_the_size_that_generation_fills(dtype, width):
 
 def test_bad_arguments_are_named():
     config = SwitchHeadConfig(**SIZES)
-    with pytest.raises(ValueError, match="unknown dtype 'float8'; choose one of float32, bfloat16"):
+    with pytest.raises(ValueError, match="unknown dtype 'float8'; choose one of float32, bfloat16, float16"):
         model_resources(config, chunk_length=T, dtype="float8")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         model_resources(config, chunk_length=T, batch_size=0)

@@ -15,7 +15,7 @@ from switchhead.accounting.trace import trace_model
 if TYPE_CHECKING:
     from switchhead.hf import SwitchHeadConfig
 
-Dtype = Literal["float32", "bfloat16"]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -63,7 +63,7 @@ def model_resources(
         config: the model. With `memory_length` the step attends to a full memory.
         chunk_length: tokens of a sequence.
         batch_size: sequences in the step.
-        dtype: `"float32"`, or `"bfloat16"` for autocast over float32 parameters, as `TrainingConfig.dtype`.
+        dtype: `"float32"`, or `"bfloat16"` or `"float16"` for autocast over float32 parameters, as in `TrainingConfig`.
 
     Raises:
         ValueError: an unknown dtype, a length or batch size below 1.

@@ -20,8 +20,10 @@ from switchhead.cli.demo import demo
 from switchhead.cli.doctor import doctor
 from switchhead.cli.evaluation import evaluate
 from switchhead.cli.generation import generate
+from switchhead.cli.matching import match
 from switchhead.cli.prepare import prepare
 from switchhead.cli.recipes import recipes
+from switchhead.cli.resources import resources
 from switchhead.cli.training import train
 
 # Commands import what they need when they run, so that `--help` and `doctor` answer without loading everything.
@@ -37,6 +39,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "eval": evaluate,
     "generate": generate,
     "recipes": recipes,
+    "resources": resources,
+    "match": match,
     "doctor": doctor,
     "bench": bench,
 }
