@@ -5,52 +5,13 @@ import os
 import random
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from tests.train.zygote import run
 
-pytestmark = pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
-
-TEXT = "".join(chr(97 + i * i % 23) + " " * (i % 3 == 0) for i in range(400))
 SAVE = "switchhead.train.checkpoint:save_file"
-
-
-class Zygote:
-    def __init__(self, process, data):
-        self.process, self.data = process, data
-
-    def train(self, out, *, kind="rotary", resume=False, fault=None):
-        order = {"data": self.data, "out": str(out), "kind": kind, "resume": resume, "fault": fault}
-        self.process.stdin.write(json.dumps(order) + "\n")
-        self.process.stdin.flush()
-        return json.loads(self.process.stdout.readline())
-
-
-@pytest.fixture(scope="module")
-def zygote(tmp_path_factory):
-    text = tmp_path_factory.mktemp("text") / "text.txt"
-    text.write_text(TEXT)
-    environment = {
-        **os.environ,
-        "OMP_NUM_THREADS": "1",
-        "PYTHONHASHSEED": "17",
-        "PYTHONPATH": os.pathsep.join(sys.path),
-    }
-    process = subprocess.Popen(
-        [sys.executable, Path(__file__).with_name("zygote.py")],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        env=environment,
-    )
-    with process:
-        yield Zygote(process, f"text:{text}")
-        process.stdin.close()
 
 
 @pytest.fixture(scope="module", params=["rotary", "relative"])

@@ -1,8 +1,14 @@
 """A process that trains in forked children, so that tests can kill them without paying for the imports each time.
 
-Reads one JSON object a line: `out`, `kind` (of the model), `resume`, and perhaps `fault`: {"call": a callable's dotted
-name, "number": which of its calls, "when": "before" or "after", "what": see `FAULTS`}. Answers with one: the child's
-exit status (negative: the signal that killed it) and the message of the error that ended it.
+Reads one JSON object a line: `out`, `kind` (of the model), `resume`, and perhaps
+
+- `fault`: {"call": a callable's dotted name, "number": which of its calls, "when": "before" or "after", "what": see
+  `FAULTS`, "rank": whose};
+- `ranks`: how many children train together, and `parallel`: how;
+- `model` and `training`: settings other than the usual ones.
+
+Answers with one for each child: its exit status (negative: the signal that killed it), and what it came to or the
+message of the error that ended it.
 """
 
 import functools
@@ -11,6 +17,7 @@ import json
 import os
 import resource
 import signal
+import socket
 import sys
 
 import tensorboard.compat.proto.event_pb2
@@ -24,6 +31,14 @@ from switchhead.train import TrainingConfig, train
 MODELS = {
     "relative": {"positions": "relative", "memory_length": 12},
     "rotary": {"positions": "rotary"},
+    "dense": {"attention": "mha", "num_experts": None, "expert_dropout": 0.0},
+    "switchall": {
+        "feed_forward": "sigma_moe",
+        "intermediate_size": 2080,  # as it is where it has no effect
+        "ffn_num_experts": 4,
+        "ffn_num_experts_per_tok": 2,
+        "ffn_expert_size": 6,
+    },
 }
 FAULTS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
@@ -33,26 +48,35 @@ FAULTS = {
 
 
 def run(order):
-    model = SwitchHeadConfig(
-        hidden_size=16,
-        num_hidden_layers=2,
-        head_dim=6,
-        num_experts=3,
-        intermediate_size=24,
-        dropout=0.2,
-        expert_dropout=0.1,
+    settings = {
+        "hidden_size": 16,
+        "num_hidden_layers": 2,
+        "head_dim": 6,
+        "num_experts": 3,
+        "intermediate_size": 24,
+        "dropout": 0.2,
+        "expert_dropout": 0.1,
         **MODELS[order["kind"]],
-    )
-    training = TrainingConfig(
-        steps=8, batch_size=3, chunk_length=6, learning_rate=1e-2, eval_every=3, save_every=2, keep_checkpoints=2
-    )
+        **order.get("model", {}),
+    }
+    training = {
+        "steps": 8,
+        "batch_size": 3,
+        "chunk_length": 6,
+        "learning_rate": 1e-2,
+        "eval_every": 3,
+        "save_every": 2,
+        "usage_every": 5,
+        **order.get("training", {}),
+    }
     result = train(
-        model=model,
-        training=training,
+        model=SwitchHeadConfig(**settings),
+        training=TrainingConfig(**training),
         data=order["data"],
         out=order["out"],
         resume=order["resume"],
         device="cpu",
+        parallel=order.get("parallel", "ddp"),
         progress=False,
     )
     return {"step": result.step, "finished": result.finished}
@@ -81,10 +105,13 @@ def inject(fault):
     setattr(owner, name, wrapped)
 
 
-def child(order, answer):
+def child(order, rank, port, answer):
+    signal.alarm(100)  # one that hangs fails its test, and no other
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails as on a full disk
-    if fault := order.get("fault"):
+    if ranks := order.get("ranks"):
+        os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    if (fault := order.get("fault")) and fault.get("rank", 0) == rank:
         inject(fault)
     try:
         content = run(order)
@@ -93,22 +120,34 @@ def child(order, answer):
     os.write(answer, json.dumps(content).encode())
 
 
+def fork(order, rank, port):
+    reading, writing = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        status = 1
+        try:
+            child(order, rank, port, writing)
+            status = 0
+        finally:
+            os._exit(status)
+    os.close(writing)
+    return pid, reading
+
+
+def answer_of(pid, reading):
+    with os.fdopen(reading) as pipe:
+        content = pipe.read()
+    _, status = os.waitpid(pid, 0)
+    return {"status": os.waitstatus_to_exitcode(status), **json.loads(content or "{}")}
+
+
 def main():
     for line in sys.stdin:
-        reading, writing = os.pipe()
-        pid = os.fork()
-        if pid == 0:
-            status = 1
-            try:
-                child(json.loads(line), writing)
-                status = 0
-            finally:
-                os._exit(status)
-        os.close(writing)
-        with os.fdopen(reading) as pipe:
-            content = pipe.read()
-        _, status = os.waitpid(pid, 0)
-        print(json.dumps({"status": os.waitstatus_to_exitcode(status), **json.loads(content or "{}")}), flush=True)
+        order = json.loads(line)
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            port = free.getsockname()[1]
+        children = [fork(order, rank, port) for rank in range(order.get("ranks") or 1)]
+        print(json.dumps([answer_of(*child) for child in children]), flush=True)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import torch
 from jaxtyping import Int64
 from torch import Tensor
 
-from switchhead.data.vocabulary import Tokens
+from switchhead.data.tokens import TokenArray
 from switchhead.errors import DataError
 
 
@@ -64,7 +64,7 @@ class LaneBatches:
     as training lasts, so that no memory ever goes with a text that it does not precede.
     """
 
-    tokens: Tokens
+    tokens: TokenArray
     batch_size: int
     chunk_length: int
 
@@ -85,7 +85,7 @@ class WindowBatches:
     number of the pass. With `beginning`, the token before every document, positions restart at each one.
     """
 
-    tokens: Tokens
+    tokens: TokenArray
     batch_size: int
     chunk_length: int
     seed: int
@@ -105,7 +105,7 @@ class WindowBatches:
         return batch if self.beginning is None else replace(batch, position_ids=_positions(batch, self.beginning))
 
 
-def require_one_chunk(tokens: Tokens, chunk_length: int) -> None:
+def require_one_chunk(tokens: TokenArray, chunk_length: int) -> None:
     """Raise a `DataError` unless the text has one chunk and the token after it."""
     if len(tokens) <= chunk_length:
         raise DataError(
@@ -125,7 +125,7 @@ def _window_starts(seed: int, epoch: int, n_windows: int, chunk_length: int) -> 
     return phase + random.permutation(n_windows) * chunk_length
 
 
-def _chunks_at(tokens: Tokens, starts: np.ndarray, chunk_length: int) -> Batch:
+def _chunks_at(tokens: TokenArray, starts: np.ndarray, chunk_length: int) -> Batch:
     positions = (starts[:, None] + np.arange(chunk_length + 1)) % len(tokens)  # [batch, chunk + 1]
     chunks = torch.from_numpy(tokens[positions].astype(np.int64))
     return Batch(chunks[:, :-1].contiguous(), chunks[:, 1:].contiguous())

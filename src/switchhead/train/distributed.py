@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
@@ -139,6 +140,10 @@ class World:
 
 ALONE = World()
 
+# Process groups for as long as the process lives: if the last to let go of one is DDP, the interpreter waits, holding
+# its lock, for a thread of the group that may need that lock.
+_KEPT: list[object] = []
+
 
 @contextlib.contextmanager
 def join_world(device: torch.device) -> Iterator[World]:
@@ -156,6 +161,7 @@ def join_world(device: torch.device) -> Iterator[World]:
         torch.cuda.set_device(place)
     try:
         dist.init_process_group(backend, timeout=TIMEOUT)
+        _KEPT.append(dist.group.WORLD)
         yield world
     except RuntimeError as error:
         if not _is_lost_connection(error):
@@ -196,7 +202,6 @@ class Parallelism:
             if world.size > 1:
                 self.forward = DistributedDataParallel(
                     self.forward,  # pyright: ignore[reportArgumentType] (a compiled module is one)
-                    broadcast_buffers=False,
                     gradient_as_bucket_view=True,
                 )
 
@@ -225,6 +230,8 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
 def _shard(model: nn.Module, world: World, *, compile: bool) -> None:
     if not dist.is_initialized():
         raise RunError("fsdp shards a model over the processes of torchrun: start it with torchrun, or use ddp")
+    # Scores are a view, as the output of any linear layer on a batch; nothing writes into them.
+    warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     device = next(model.parameters()).device
     mesh = init_device_mesh(device.type, (world.size,))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import hashlib
 import math
 import signal
 import statistics
@@ -14,8 +13,7 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from switchhead.data import ByteVocabulary, LaneBatches, Tokens, Vocabulary, WindowBatches, load_tokens, split_tail
-from switchhead.data.batches import Batches, require_one_chunk
+from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
 from switchhead.errors import DataError
 from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
@@ -96,23 +94,27 @@ def train(
     place = choose_device(device)
     with join_world(place) as world:
         place = world.place(place)
-        vocabulary = ByteVocabulary()
-        texts = _read_texts(data, valid, training, vocabulary)
+        # One rank compares checksums, for all.
+        corpus = open_corpus(data, valid, validation_fraction=training.validation_fraction, verify=world.is_first)
+        vocabulary = corpus.vocabulary
         model = _fit(model, vocabulary, training)
+        try:
+            batches = _make_batches(model, training, corpus)
+        except DataError as error:
+            raise DataError(f"{data}: {error}") from error
         described = describe_run(
             recipe=recipe,
             model=model,
             training=training,
-            data={"training": data, "validation": valid, **texts.describe()},
+            data={"training": data, "validation": valid, **corpus.description},
         )
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
         run = world.first(lambda: opened(Path(out), described, vocabulary)) or open_run(Path(out))
-        batches = _make_batches(model, training, texts.training, vocabulary)
         trainer = Trainer(model, training, batches, place, world, parallel)
         if checkpoint := _newest_checkpoint(run, world):
             trainer.restore(checkpoint)
         session = _Session(trainer, run, title=recipe or run.path.name, show=progress, tracker=tracker)
-        return session.run_to_end(texts.validation, vocabulary)
+        return session.run_to_end(corpus.validation, vocabulary)
 
 
 def _newest_checkpoint(run: RunDirectory, world: World) -> Checkpoint | None:
@@ -135,7 +137,7 @@ class _Session:
         self.seconds: list[float] = []
         self.peak_tokens = self._peak_tokens_per_second()
 
-    def run_to_end(self, validation_text: Tokens, vocabulary: Vocabulary) -> TrainingResult:
+    def run_to_end(self, validation_text: TokenArray, vocabulary: Vocabulary) -> TrainingResult:
         trainer, training = self.trainer, self.training
         validation: Evaluation | None = None
         with (
@@ -186,7 +188,7 @@ class _Session:
         trackers = [Tracker(self.tracker, self.run)] if self.tracker else []
         return MetricsLog(self.run.metrics, self.run.tensorboard, step=self.trainer.step, trackers=trackers)
 
-    def _validate(self, text: Tokens, vocabulary: Vocabulary) -> Evaluation:
+    def _validate(self, text: TokenArray, vocabulary: Vocabulary) -> Evaluation:
         """Every rank scores the whole text: a sharded model needs all of them, and none waits for another."""
         with self.trainer.autocast():
             return score_tokens(
@@ -230,34 +232,6 @@ class _Session:
         return values
 
 
-@dataclass(frozen=True)
-class _Texts:
-    training: Tokens
-    validation: Tokens
-
-    def describe(self) -> dict[str, int | str]:
-        digest = hashlib.sha256(self.training.tobytes())
-        digest.update(self.validation.tobytes())
-        return {
-            "training_tokens": len(self.training),
-            "validation_tokens": len(self.validation),
-            "sha256": digest.hexdigest(),
-        }
-
-
-def _read_texts(data: str, valid: str | None, training: TrainingConfig, vocabulary: Vocabulary) -> _Texts:
-    tokens = load_tokens(data, vocabulary)
-    if valid is None:
-        texts = _Texts(*split_tail(tokens, training.validation_fraction, vocabulary))
-    else:
-        texts = _Texts(tokens, load_tokens(valid, vocabulary))
-    try:
-        require_one_chunk(texts.training, training.chunk_length)
-    except DataError as error:
-        raise DataError(f"{data}: {error}") from error
-    return texts
-
-
 def _fit(model: SwitchHeadConfig, vocabulary: Vocabulary, training: TrainingConfig) -> SwitchHeadConfig:
     """The model for a vocabulary: a document ends where the next begins, so one token says both."""
     return dataclasses.replace(
@@ -270,18 +244,15 @@ def _fit(model: SwitchHeadConfig, vocabulary: Vocabulary, training: TrainingConf
     )
 
 
-def _make_batches(model: SwitchHeadConfig, training: TrainingConfig, tokens: Tokens, vocabulary: Vocabulary) -> Batches:
+def _make_batches(model: SwitchHeadConfig, training: TrainingConfig, corpus: Corpus) -> Batches:
+    sizes = (corpus.training, training.batch_size, training.chunk_length)
     if not training.mask_documents:
-        if model.memory_length:
-            return LaneBatches(tokens, training.batch_size, training.chunk_length)
-        return WindowBatches(tokens, training.batch_size, training.chunk_length, training.seed)
+        return LaneBatches(*sizes) if model.memory_length else WindowBatches(*sizes, seed=training.seed)
     if model.memory_length or model.positions == "relative":
         raise ValueError("mask_documents is True; it must be False for models with memory or relative positions")
-    if vocabulary.beginning is None:
+    if corpus.vocabulary.beginning is None:
         raise ValueError("mask_documents is True; it must be False for a vocabulary without a beginning token")
-    return WindowBatches(
-        tokens, training.batch_size, training.chunk_length, training.seed, beginning=vocabulary.beginning
-    )
+    return WindowBatches(*sizes, seed=training.seed, beginning=corpus.vocabulary.beginning)
 
 
 def _validation_values(validation: Evaluation) -> dict[str, float]:

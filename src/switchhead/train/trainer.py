@@ -116,12 +116,7 @@ class Trainer:
                 # Gradients become means over ranks, where the loss is a sum of shares.
                 (output.loss * (part.share * self.world.size * self.loss_scale.scale)).backward()
             losses.append(_cross_entropy(output) * part.share)
-            auxiliary.append(
-                {
-                    name: value.detach() * part.share
-                    for name, value in (getattr(output, "aux_losses", None) or {}).items()
-                }
-            )
+            auxiliary.append({name: value.detach() * part.share for name, value in (output.aux_losses or {}).items()})
             memory.append(output.memory if part.share else None)
         norm = self._clip_gradients()
         self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
@@ -225,8 +220,7 @@ class Trainer:
                 arguments["position_ids"] = rows.position_ids
                 arguments["cu_seqlens"] = document_boundaries(rows.position_ids)
             arguments = {name: self._to_device(value) for name, value in arguments.items()}
-            if self.training.loss_chunk_length is not None:
-                arguments["loss_chunk_length"] = self.training.loss_chunk_length
+            arguments["loss_chunk_length"] = self.training.loss_chunk_length
             loaded.append(_MicroBatch(arguments, len(rows) / self.batches.batch_size if part else 0.0))
         return loaded
 
@@ -316,8 +310,7 @@ def _split(batch_size: int, size: int, world: World) -> list[slice | None]:
 
 def _cross_entropy(output: Any) -> Tensor:
     loss = output.loss.detach()
-    aux_loss = getattr(output, "aux_loss", None)
-    return loss if aux_loss is None else loss - aux_loss.detach()
+    return loss if output.aux_loss is None else loss - output.aux_loss.detach()
 
 
 def _sum(values: Sequence[Tensor]) -> Tensor:

@@ -1,0 +1,113 @@
+"""Several processes train what one does, whatever becomes of one of them."""
+
+import json
+import signal
+import time
+
+import pytest
+import torch
+
+from switchhead.runs import choose_device, load_run
+from switchhead.train.distributed import World
+
+EXACT = {"dropout": 0.0, "expert_dropout": 0.0}
+SHORT = {"steps": 3, "eval_every": 3, "save_every": 3, "usage_every": 3}
+SIGTERM = {"call": "torch.optim:AdamW.step", "number": 2, "when": "before", "what": "SIGTERM"}
+
+
+def measured(run, name):
+    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [line[name] for line in lines if name in line]
+
+
+def weights(run):
+    return dict(load_run(run, device="cpu").model.named_parameters())
+
+
+@pytest.fixture(scope="module", params=["rotary", "relative", "dense", "switchall"])
+def alone(request, zygote, tmp_path_factory):
+    """A run of one process: its kind and directory."""
+    out = tmp_path_factory.mktemp("alone") / "run"
+    assert zygote.train(out, kind=request.param, model=EXACT, training=SHORT)["finished"]
+    return request.param, out
+
+
+# The batch has three rows: of two ranks one has a row less, of four one has none.
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("ranks", "parallel", "micro_batch_size"), [(2, "ddp", 1), (4, "ddp", None), (2, "fsdp", 1), (4, "fsdp", None)]
+)
+def test_ranks_compute_what_one_process_does(zygote, alone, tmp_path, ranks, parallel, micro_batch_size):
+    kind, expected = alone
+    training = {**SHORT, "micro_batch_size": micro_batch_size}
+    answers = zygote.train_on_ranks(tmp_path, ranks=ranks, parallel=parallel, kind=kind, model=EXACT, training=training)
+    assert answers == [{"status": 0, "step": 3, "finished": True}] * ranks
+    for name in ("loss", "gradient_norm", "validation_loss"):
+        assert measured(tmp_path, name) == pytest.approx(measured(expected, name), rel=2e-5)
+    for usage, expected_usage in zip(measured(tmp_path, "experts"), measured(expected, "experts"), strict=True):
+        assert usage.keys() == expected_usage.keys()
+        if micro_batch_size is None:  # otherwise it is of the first micro-batches only
+            for router, values in usage.items():
+                assert values["share"] == expected_usage[router]["share"], router
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["rotary", "relative"])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_run_on_some_ranks_goes_on_with_others(zygote, tmp_path, kind, parallel):
+    order = {"kind": kind, "model": EXACT, "training": {"steps": 5}}
+    assert zygote.train(tmp_path / "alone", **order)["finished"]
+    # The step before SIGTERM ends the first part is finished on all ranks, whoever is told to stop.
+    answers = zygote.train_on_ranks(tmp_path / "run", ranks=3, parallel=parallel, fault={**SIGTERM, "rank": 1}, **order)
+    assert answers == [{"status": 0, "step": 2, "finished": False}] * 3
+    answers = zygote.train_on_ranks(tmp_path / "run", ranks=2, parallel="ddp", resume=True, fault=SIGTERM, **order)
+    assert answers == [{"status": 0, "step": 4, "finished": False}] * 2
+    assert zygote.train(tmp_path / "run", resume=True, **order) == {"status": 0, "step": 5, "finished": True}
+    assert measured(tmp_path / "run", "loss") == pytest.approx(measured(tmp_path / "alone", "loss"), rel=2e-5)
+    expected = weights(tmp_path / "alone")
+    for name, value in weights(tmp_path / "run").items():
+        torch.testing.assert_close(value, expected[name], rtol=1e-3, atol=1e-5)
+
+
+@pytest.mark.slow
+def test_a_killed_rank_ends_the_job_with_a_clear_error_and_fewer_ranks_go_on(zygote, tmp_path):
+    order = {"kind": "relative", "model": EXACT}
+    fault = {"call": "torch.optim:AdamW.step", "number": 4, "when": "before", "what": "SIGKILL", "rank": 2}
+    started = time.monotonic()
+    answers = zygote.train_on_ranks(tmp_path, ranks=4, parallel="fsdp", fault=fault, **order)
+    assert time.monotonic() - started < 60
+    assert answers.pop(2)["status"] == -signal.SIGKILL
+    for answer in answers:
+        assert answer["error"].startswith("TrainingError: rank ")
+        assert "lost another rank" in answer["error"]
+        assert answer["error"].endswith("--resume goes on from the last checkpoint, on any number of ranks")
+    answers = zygote.train_on_ranks(tmp_path, ranks=2, resume=True, **order)
+    assert answers == [{"status": 0, "step": 8, "finished": True}] * 2
+    assert len(measured(tmp_path, "loss")) == 8
+
+
+def test_a_failure_of_the_first_rank_ends_the_others(zygote, tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    first, second = zygote.train_on_ranks(tmp_path, ranks=2)
+    assert "is not empty" in first["error"]
+    assert second["error"] == "RunError: rank 1 stops because rank 0 failed; its message says why"
+
+
+@pytest.mark.parametrize(("rows", "size"), [(3, 2), (3, 4), (64, 8), (1, 1), (5, 3)])
+def test_shares_of_all_ranks_are_the_batch_in_order(rows, size):
+    shares = [World(rank, size).share(rows) for rank in range(size)]
+    assert [row for share in shares for row in share] == list(range(rows))
+    assert len(shares[0]) - len(shares[-1]) in (0, 1)
+
+
+def test_fsdp_without_torchrun_is_refused(zygote, tmp_path):
+    answer = zygote.train(tmp_path, parallel="fsdp")
+    assert answer["error"].startswith("RunError: fsdp shards a model over the processes of torchrun")
+
+
+def test_more_ranks_than_gpus_are_refused(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    assert World(1, 4, local_rank=1).place(torch.device("cuda")) == torch.device("cuda", 1)
+    with pytest.raises(Exception, match=r"rank 3 finds 2 GPUs for 4 or more ranks on this host"):
+        World(3, 4, local_rank=3).place(torch.device("cuda"))
+    assert World(3, 4, local_rank=3).place(choose_device("cpu")) == torch.device("cpu")
