@@ -1,7 +1,11 @@
-"""The language model in Hugging Face's interface, registered with its Auto classes."""
+"""The language model in Hugging Face's interface, registered with its Auto classes.
+
+Importing this also registers our expert kernels for other models, see `switchhead.hf.experts`.
+"""
 
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
+from switchhead.hf import experts
 from switchhead.hf.configuration import SwitchHeadConfig
 from switchhead.hf.modeling import (
     SwitchHeadCausalLMOutput,
@@ -20,4 +24,5 @@ __all__ = [
     "SwitchHeadForCausalLM",
     "SwitchHeadModel",
     "SwitchHeadModelOutput",
+    "experts",
 ]
