@@ -1,0 +1,389 @@
+import json
+import os
+from collections import Counter
+from pydoc_data.topics import topics
+
+import numpy as np
+import pytest
+
+from switchhead.data import ByteVocabulary, load_tokens, load_vocabulary, open_corpus, open_prepared
+from switchhead.data.bpe import train_bpe
+from switchhead.data.prepare import Settings, prepare
+from switchhead.data.sources import _READERS, read_jsonl
+from switchhead.data.tokens import join_documents
+from switchhead.data.vocabulary import documents_of
+from switchhead.errors import DataError
+
+DOCUMENTS = [topics[name] for name in sorted(topics)]
+BYTES = ByteVocabulary()
+
+
+@pytest.fixture(autouse=True)
+def _small_chunks(monkeypatch):
+    monkeypatch.setattr("switchhead.data.encoding.CHUNK", 5000)
+
+
+@pytest.fixture(scope="module")
+def jsonl(tmp_path_factory):
+    """The documents in three files."""
+    directory = tmp_path_factory.mktemp("source")
+    for number in range(3):
+        lines = [json.dumps({"text": text}) + "\n" for text in DOCUMENTS[number::3]]
+        (directory / f"{number}.jsonl").write_text("".join(lines))
+    return f"jsonl:{directory}/*.jsonl#text"
+
+
+IN_ORDER = [text for number in range(3) for text in DOCUMENTS[number::3]]
+
+
+def settings(source, **changes):
+    """Bytes, nothing held out, and several shards."""
+    return Settings(**{"source": source, "tokenizer": "bytes", "held_out": 0, "shard_tokens": 50_000, **changes})
+
+
+def contents(directory):
+    return {path.relative_to(directory): path.read_bytes() for path in directory.rglob("*") if path.is_file()}
+
+
+def texts(prepared, split="train"):
+    tokens = prepared.tokens(split)[:]
+    return [BYTES.decode(document.tolist()) for document in documents_of(tokens, BYTES.beginning)]
+
+
+def test_the_tokens_are_those_of_the_documents_in_order(jsonl, tmp_path):
+    prepared = prepare(settings(jsonl), tmp_path / "out")
+    tokens = prepared.tokens("train")
+    assert np.array_equal(tokens[:], join_documents(IN_ORDER, BYTES))
+    split = prepared.splits["train"]
+    assert len(split["shards"]) > 5
+    assert split["documents"] == sum(shard["documents"] for shard in split["shards"]) == len(DOCUMENTS)
+    assert split["tokens"] == sum(shard["tokens"] for shard in split["shards"]) == len(tokens)
+    assert split["bytes"] == sum(len(text.encode()) for text in DOCUMENTS)
+
+
+def test_a_tokenizer_is_trained_on_the_training_documents(jsonl, tmp_path):
+    prepared = prepare(settings(jsonl, tokenizer=None, vocab_size=500, held_out=0.2), tmp_path / "out")
+    vocabulary = load_vocabulary(tmp_path / "out/tokenizer", size=500)
+    assert prepared.manifest["tokenizer"] == {"size": 500, "beginning": 1, "sha256": vocabulary.fingerprint}
+    decoded = {
+        split: [vocabulary.decode(part.tolist()) for part in documents_of(prepared.tokens(split)[:], 1)]
+        for split in ("train", "validation")
+    }
+    assert sorted(decoded["train"] + decoded["validation"]) == sorted(DOCUMENTS)
+    assert train_bpe(decoded["train"], 500).fingerprint == vocabulary.fingerprint
+
+
+def test_another_tokenizer_can_be_given(jsonl, tmp_path):
+    first = prepare(settings(jsonl, tokenizer=None, vocab_size=400), tmp_path / "first")
+    second = prepare(settings(jsonl, tokenizer=str(tmp_path / "first/tokenizer")), tmp_path / "second")
+    assert second.manifest["tokenizer"] == first.manifest["tokenizer"]
+    assert np.array_equal(second.tokens("train")[:], first.tokens("train")[:])
+
+
+class TestSplits:
+    def test_a_documents_text_decides_whether_it_is_held_out(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"t": f"document {i % 500}"}) + "\n" for i in range(2000)))
+        prepared = prepare(settings(f"jsonl:{tmp_path}/a.jsonl#t", held_out=0.1), tmp_path / "out")
+        train, validation = Counter(texts(prepared)), Counter(texts(prepared, "validation"))
+        assert not train & validation
+        assert train + validation == Counter({f"document {i}": 4 for i in range(500)})
+        assert 0.05 < len(validation) / 500 < 0.15
+
+    def test_half_a_percent_is_held_out_unless_said_otherwise(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"t": f"document {i}"}) + "\n" for i in range(20_000)))
+        prepared = prepare(settings(f"jsonl:{tmp_path}/a.jsonl#t", held_out=None), tmp_path / "out")
+        assert 70 < prepared.splits["validation"]["documents"] < 130
+
+    def test_text_can_be_given_for_validation_and_test(self, jsonl, tmp_path):
+        for name in ("valid", "test"):
+            (tmp_path / f"{name}.txt").write_text(f"text for {name}")
+        given = {name: f"text:{tmp_path}/{name}.txt" for name in ("valid", "test")}
+        prepared = prepare(settings(jsonl, held_out=None, **given), tmp_path / "out")
+        assert texts(prepared, "validation") == ["text for valid"]
+        assert texts(prepared, "test") == ["text for test"]
+        assert texts(prepared) == IN_ORDER
+
+    def test_no_document_held_out_is_an_error_with_the_ways_out(self, tmp_path):
+        (tmp_path / "a.txt").write_text("one document")
+        with pytest.raises(DataError, match=r"no document of text:.* has come out for validation: .* hold out 0"):
+            prepare(settings(f"text:{tmp_path}/a.txt", held_out=None), tmp_path / "out")
+
+
+class TestLimitAndOrder:
+    @pytest.mark.parametrize("limit", [1, 50_000, 123_456])
+    def test_the_first_tokens_are_exactly_so_many(self, jsonl, tmp_path, limit):
+        prepared = prepare(settings(jsonl, limit_tokens=limit), tmp_path / "out")
+        assert np.array_equal(prepared.tokens("train")[:], join_documents(IN_ORDER, BYTES)[:limit])
+
+    def test_a_limit_beyond_the_text_is_an_error(self, jsonl, tmp_path):
+        with pytest.raises(DataError, match=r"has [\d,]+ training tokens, fewer than limit_tokens = 9,000,000"):
+            prepare(settings(jsonl, limit_tokens=9_000_000), tmp_path / "out")
+
+    def test_shuffling_puts_the_same_documents_in_an_order_that_the_seed_decides(self, jsonl, tmp_path):
+        one, again, two = (
+            texts(prepare(settings(jsonl, shuffle=seed), tmp_path / name))
+            for name, seed in (("one", 1), ("again", 1), ("two", 2))
+        )
+        assert Counter(one) == Counter(two) == Counter(DOCUMENTS)
+        assert one == again
+        assert one != two
+        assert one != IN_ORDER
+        assert not list((tmp_path / "one").glob("unshuffled*"))
+
+    def test_a_limit_applies_to_the_shuffled_documents(self, jsonl, tmp_path):
+        whole = prepare(settings(jsonl, shuffle=1), tmp_path / "whole").tokens("train")
+        limited = prepare(settings(jsonl, shuffle=1, limit_tokens=200_001), tmp_path / "limited").tokens("train")
+        assert np.array_equal(limited[:], whole[:200_001])
+
+
+VARIANTS = {
+    "plain": {},
+    "held out and limited": {"held_out": 0.1, "limit_tokens": 300_000},
+    "shuffled": {"shuffle": 3, "limit_tokens": 400_000},
+    "tokenizer": {"tokenizer": None, "vocab_size": 400, "shard_tokens": 20_000},
+}
+
+
+class TestInterruptions:
+    @pytest.mark.parametrize("variant", VARIANTS)
+    def test_killed_at_any_write_it_goes_on_to_the_same_bytes(self, jsonl, tmp_path, monkeypatch, variant):
+        chosen = settings(jsonl, **VARIANTS[variant])
+        prepare(chosen, tmp_path / "whole")
+        replace, random = os.replace, np.random.default_rng(0)
+        left = [0]
+
+        def die_now_and_then(*args):
+            if left[0] == 0:
+                raise KeyboardInterrupt
+            left[0] -= 1
+            replace(*args)
+
+        monkeypatch.setattr(os, "replace", die_now_and_then)
+        for _ in range(100):
+            left[0] = int(random.integers(9))  # writes until the next death
+            try:
+                prepare(chosen, tmp_path / "often")
+            except KeyboardInterrupt:
+                continue
+            break
+        assert contents(tmp_path / "often") == contents(tmp_path / "whole")
+
+    def test_files_that_were_read_are_not_read_again(self, jsonl, tmp_path, monkeypatch):
+        read = []
+
+        def reader(path, field):
+            read.append(path[-7:])
+            yield from read_jsonl(path, field)
+
+        def stop_in_the_last_file(progress):
+            if progress.part == 3:
+                raise KeyboardInterrupt
+
+        monkeypatch.setitem(_READERS, "jsonl", reader)
+        with pytest.raises(KeyboardInterrupt):
+            prepare(settings(jsonl), tmp_path / "out", progress=stop_in_the_last_file)
+        assert read == ["0.jsonl", "1.jsonl", "2.jsonl"]
+        read.clear()
+        assert texts(prepare(settings(jsonl), tmp_path / "out")) == IN_ORDER
+        assert read[-1] == "2.jsonl"
+        assert "0.jsonl" not in read
+
+    def test_a_finished_directory_is_verified_and_left_as_it_is(self, jsonl, tmp_path):
+        prepare(settings(jsonl), tmp_path / "out")
+        before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")}
+        prepare(settings(jsonl), tmp_path / "out")
+        assert {path: path.stat().st_mtime_ns for path in tmp_path.rglob("*")} == before
+
+    def test_other_settings_are_refused_with_the_differences(self, jsonl, tmp_path):
+        prepare(settings(jsonl), tmp_path / "out")
+        with pytest.raises(DataError, match=r"other settings \(shuffle is None there and 1 here\): choose another"):
+            prepare(settings(jsonl, shuffle=1), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_any_number_of_processes_makes_the_same_bytes(jsonl, tmp_path):
+    chosen = settings(jsonl, tokenizer=None, vocab_size=400, held_out=0.1, shuffle=0)
+    prepare(chosen, tmp_path / "one", processes=1)
+    prepare(chosen, tmp_path / "two", processes=2)
+    assert contents(tmp_path / "one") == contents(tmp_path / "two")
+
+
+class TestCorpus:
+    def test_a_directory_is_training_text_with_its_own_vocabulary(self, jsonl, tmp_path):
+        prepared = prepare(settings(jsonl, tokenizer=None, vocab_size=400, held_out=0.1), tmp_path / "out")
+        corpus = open_corpus(str(tmp_path / "out"), validation_fraction=0.5)
+        assert corpus.vocabulary.size == 400
+        assert np.array_equal(corpus.training[:], prepared.tokens("train")[:])
+        assert np.array_equal(corpus.validation[:], prepared.tokens("validation")[:])
+        assert corpus.validation[:1] == corpus.vocabulary.beginning
+        assert corpus.description == {
+            "training_tokens": prepared.splits["train"]["tokens"],
+            "validation_tokens": prepared.splits["validation"]["tokens"],
+            "sha256": corpus.description["sha256"],
+            "documents": prepared.splits["train"]["documents"],
+            "tokenizer": corpus.vocabulary.fingerprint,
+        }
+
+    def test_without_validation_the_tail_is_held_out(self, jsonl, tmp_path):
+        prepare(settings(jsonl), tmp_path / "out")
+        corpus = open_corpus(str(tmp_path / "out"), validation_fraction=0.1)
+        whole = join_documents(IN_ORDER, BYTES)
+        cut = len(corpus.training)
+        assert len(corpus.validation) == 1 + round(len(whole) / 10)
+        assert np.array_equal(corpus.training[:], whole[:cut])
+        assert np.array_equal(corpus.validation[1:], whole[cut:])
+
+    def test_other_validation_text_is_read_with_the_directorys_vocabulary(self, jsonl, tmp_path):
+        prepare(settings(jsonl, tokenizer=None, vocab_size=400), tmp_path / "out")
+        (tmp_path / "valid.txt").write_text("some other text")
+        corpus = open_corpus(str(tmp_path / "out"), f"text:{tmp_path}/valid.txt", validation_fraction=0.1)
+        assert corpus.vocabulary.decode(corpus.validation[:].tolist()) == "some other text"
+
+    def test_the_identity_changes_with_the_text_and_not_with_the_place(self, jsonl, tmp_path):
+        out = tmp_path / "out"
+        prepare(settings(jsonl), out)
+        first = open_corpus(str(out), validation_fraction=0.1).description
+        out.rename(tmp_path / "moved")
+        assert open_corpus(str(tmp_path / "moved"), validation_fraction=0.1).description == first
+        prepare(settings(jsonl, shuffle=0), tmp_path / "shuffled")
+        assert open_corpus(str(tmp_path / "shuffled"), validation_fraction=0.1).description != first
+
+    def test_a_split_is_scored_by_name(self, jsonl, tmp_path):
+        (tmp_path / "test.txt").write_text("text for test")
+        prepare(settings(jsonl, held_out=0.1, test=f"text:{tmp_path}/test.txt"), tmp_path / "out")
+        assert BYTES.decode(load_tokens(f"{tmp_path}/out#test", BYTES)[:].tolist()) == "text for test"
+        validation = load_tokens(f"{tmp_path}/out#validation", BYTES)
+        assert np.array_equal(load_tokens(f"{tmp_path}/out", BYTES)[:], validation[:])
+        with pytest.raises(DataError, match=r"has no split 'tests' \(it has: test, train, validation\)"):
+            load_tokens(f"{tmp_path}/out#tests", BYTES)
+
+    def test_another_tokenizer_than_the_models_is_refused(self, jsonl, tmp_path):
+        prepare(settings(jsonl, tokenizer=None, vocab_size=400, held_out=0.1), tmp_path / "out")
+        with pytest.raises(DataError, match="out was tokenized with another tokenizer than the model's"):
+            load_tokens(f"{tmp_path}/out", BYTES)
+
+
+class TestDamage:
+    @pytest.fixture
+    def out(self, jsonl, tmp_path):
+        prepare(settings(jsonl, tokenizer=None, vocab_size=400, held_out=0.1), tmp_path / "out")
+        return tmp_path / "out"
+
+    @pytest.mark.parametrize("file", ["train-00001.safetensors", "validation-00000.safetensors"])
+    def test_a_changed_shard_is_named(self, out, file):
+        content = bytearray((out / file).read_bytes())
+        content[-11] ^= 4
+        (out / file).write_bytes(content)
+        with pytest.raises(DataError, match=f"shard .*{file} is damaged, its checksum"):
+            open_corpus(str(out), validation_fraction=0.1)
+        assert open_corpus(str(out), validation_fraction=0.1, verify=False).vocabulary.size == 400
+
+    def test_a_shard_that_is_cut_off_or_lost_is_named(self, out):
+        file = out / "train-00001.safetensors"
+        file.write_bytes(file.read_bytes()[:-1])
+        with pytest.raises(DataError, match=r"train-00001.safetensors has \d+ bytes instead of \d+"):
+            open_corpus(str(out), validation_fraction=0.1, verify=False)
+        file.unlink()
+        with pytest.raises(DataError, match=r"cannot read shard .*train-00001.safetensors: No such file"):
+            open_corpus(str(out), validation_fraction=0.1, verify=False)
+
+    def test_a_tokenizer_that_the_tokens_were_not_made_with_is_refused(self, out):
+        BYTES.save(out / "tokenizer")
+        with pytest.raises(DataError, match=r"out/tokenizer is not the tokenizer that the tokens of .*out were made"):
+            open_corpus(str(out), validation_fraction=0.1)
+
+    @pytest.mark.parametrize(
+        ("content", "message"),
+        [
+            ("{", "manifest.json is not the manifest of a prepared directory"),
+            ("[]", "manifest.json is not the manifest of a prepared directory"),
+            ('{"format": 2}', "manifest.json has format 2; this version reads 1"),
+            ('{"format": 1}', "manifest.json is damaged: it lacks 'settings'"),
+            (None, "out is not a prepared directory: it has no manifest.json"),
+        ],
+    )
+    def test_a_bad_manifest_is_one_error(self, out, content, message):
+        (out / "manifest.json").unlink()
+        if content is not None:
+            (out / "manifest.json").write_text(content)
+        with pytest.raises(DataError, match=message):
+            open_prepared(out)
+
+    def test_an_unfinished_directory_is_refused(self, out):
+        manifest = json.loads((out / "manifest.json").read_text())
+        (out / "manifest.json").write_text(json.dumps({**manifest, "complete": False}))
+        with pytest.raises(DataError, match=r"out is not finished: run its `switchhead prepare` again"):
+            open_prepared(out)
+
+
+class TestPlaces:
+    def test_a_full_disk_is_one_error_and_what_was_written_serves_later(self, jsonl, tmp_path, monkeypatch):
+        prepare(settings(jsonl), tmp_path / "whole")
+        fsync, calls = os.fsync, []
+
+        def full_after_six(file):
+            calls.append(file)
+            if len(calls) > 6:
+                raise OSError(28, "No space left on device")
+            fsync(file)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", full_after_six)
+            with pytest.raises(DataError, match=r"cannot write .*: No space left on device\. .* run the same command"):
+                prepare(settings(jsonl), tmp_path / "out")
+        prepare(settings(jsonl), tmp_path / "out")
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
+
+    def test_a_place_that_cannot_be_written_is_one_error(self, jsonl, tmp_path, monkeypatch):
+        (tmp_path / "file").write_text("")
+        with pytest.raises(DataError, match=r"cannot make directory .*file/out: Not a directory"):
+            prepare(settings(jsonl), tmp_path / "file/out")
+
+        def read_only(self, directory):
+            raise PermissionError(13, "Permission denied")
+
+        monkeypatch.setattr(ByteVocabulary, "save", read_only)
+        with pytest.raises(DataError, match=r"cannot write .*out/tokenizer: Permission denied"):
+            prepare(settings(jsonl), tmp_path / "out")
+
+    def test_a_directory_with_something_else_is_refused(self, jsonl, tmp_path):
+        (tmp_path / "thesis.tex").write_text("")
+        with pytest.raises(DataError, match=r"is not empty \(it holds 'thesis.tex'\): choose another directory"):
+            prepare(settings(jsonl), tmp_path)
+
+    def test_two_calls_do_not_write_one_directory(self, jsonl, tmp_path):
+        def again(_):
+            with pytest.raises(DataError, match="another process is preparing"):
+                prepare(settings(jsonl), tmp_path / "out")
+
+        prepare(settings(jsonl), tmp_path / "out", progress=again)
+
+    def test_files_that_came_or_went_between_two_calls_are_noticed(self, jsonl, tmp_path, monkeypatch):
+        (tmp_path / "a.txt").write_text("text " * 20_000)
+        (tmp_path / "b.txt").write_text("text " * 20_000)
+        chosen = settings(f"text:{tmp_path}/*.txt")
+
+        def stop(progress):
+            if progress.tokens:
+                raise KeyboardInterrupt
+
+        with pytest.raises(KeyboardInterrupt):
+            prepare(chosen, tmp_path / "out", progress=stop)
+        (tmp_path / "c.txt").write_text("more")
+        with pytest.raises(DataError, match=r"had 2 files and has 3 now"):
+            prepare(chosen, tmp_path / "out")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"held_out": 1.0}, "held_out is 1.0; it must be at least 0 and below 1"),
+        ({"valid": "text:x"}, "held_out and valid exclude each other"),
+        ({"vocab_size": 200}, "vocab_size is 200; it must be at least 300"),
+        ({"limit_tokens": 0}, "limit_tokens is 0; it must be at least 1"),
+        ({"shuffle": -1}, "shuffle is -1; a seed must be 0 or more"),
+    ],
+)
+def test_a_setting_out_of_range_is_named(change, message):
+    with pytest.raises(ValueError, match=message):
+        settings("text:x", **change)
