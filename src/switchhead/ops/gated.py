@@ -17,6 +17,10 @@ def moe_linear(
 ) -> Tensor:
     """E / k times the arithmetic of the chosen experts, none of the gathers."""
     tokens, heads, k = routing.gates.shape
+    if reduce == "heads" and weight.shape[0] == 1 and x.ndim == 3:
+        # What an expert of a shared pool adds up to is linear in its input: sum over heads first.
+        rows = routing.dense_gates().to(x.dtype).mT @ x  # [N, E, d_in]
+        return rows.flatten(1) @ weight.flatten(0, 2)  # [N, E*d_in] @ [E*d_in, d_out]
     if weight.shape[0] != heads:
         weight = weight.expand(heads, *weight.shape[1:])
     if reduce == "heads":
