@@ -1,6 +1,14 @@
 """Mixture-of-Experts attention: SwitchHead, its baselines and language models."""
 
-from switchhead.nn import MultiHeadAttention, Relative, Rotary, SwitchHeadAttention
+from switchhead.nn import (
+    HeadGatedAttention,
+    MoAAttention,
+    MultiHeadAttention,
+    Relative,
+    Rotary,
+    SigmaMoE,
+    SwitchHeadAttention,
+)
 from switchhead.ops import moe_linear, route
 from switchhead.routing import Grouping, Routing
 
@@ -8,10 +16,13 @@ __version__ = "0.1.0"
 
 __all__ = [
     "Grouping",
+    "HeadGatedAttention",
+    "MoAAttention",
     "MultiHeadAttention",
     "Relative",
     "Rotary",
     "Routing",
+    "SigmaMoE",
     "SwitchHeadAttention",
     "moe_linear",
     "route",
