@@ -1,6 +1,10 @@
 import json
 import os
+import subprocess
+import sys
+import time
 from collections import Counter
+from pathlib import Path
 from pydoc_data.topics import topics
 
 import numpy as np
@@ -136,6 +140,17 @@ class TestLimitAndOrder:
         assert np.array_equal(limited[:], whole[:200_001])
 
 
+def children_of(process):
+    return Path(f"/proc/{process}/task/{process}/children").read_text().split()
+
+
+def is_running(process):
+    try:
+        return Path(f"/proc/{process}/stat").read_text().rsplit(")", 1)[1].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
 VARIANTS = {
     "plain": {},
     "held out and limited": {"held_out": 0.1, "limit_tokens": 300_000},
@@ -167,6 +182,34 @@ class TestInterruptions:
                 continue
             break
         assert contents(tmp_path / "often") == contents(tmp_path / "whole")
+
+    @pytest.mark.slow
+    def test_a_kill_leaves_no_process_behind_and_the_next_call_goes_on(self, jsonl, tmp_path):
+        chosen = settings(jsonl, shard_tokens=10_000, shuffle=0)  # many shards: time enough to kill it in between
+        script = tmp_path / "script.py"
+        script.write_text(f"""
+from switchhead.data import encoding
+from switchhead.data.prepare import Settings, prepare
+encoding.CHUNK = 5000
+if __name__ == "__main__":
+    prepare({chosen!r}, "{tmp_path}/out", processes=2)
+""")
+        process = subprocess.Popen([sys.executable, str(script)])
+        while not (tmp_path / "out/unshuffled-00004.safetensors").exists():
+            assert process.poll() is None
+            time.sleep(0.001)
+        workers = [int(child) for child in children_of(process.pid)]
+        assert len(workers) >= 2
+        process.kill()
+        process.wait()
+        assert not json.loads((tmp_path / "out/manifest.json").read_text())["complete"]
+        deadline = time.monotonic() + 30
+        while any(is_running(worker) for worker in workers):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        prepare(chosen, tmp_path / "out")
+        prepare(chosen, tmp_path / "whole")
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
     def test_files_that_were_read_are_not_read_again(self, jsonl, tmp_path, monkeypatch):
         read = []

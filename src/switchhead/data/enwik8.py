@@ -43,7 +43,7 @@ def read_enwik8(copy: Path | None, cache: Path) -> bytes:
     return raw
 
 
-def split_bytes(raw: bytes, lengths: dict[str, int] = SPLIT) -> tuple[bytes, dict[str, bytes]]:
+def split_bytes(raw: bytes, lengths: dict[str, int]) -> tuple[bytes, dict[str, bytes]]:
     """The bytes that occur, in order of their values, and the consecutive parts of the text."""
     ends = np.cumsum(list(lengths.values()))
     parts = {name: raw[end - length : end] for (name, length), end in zip(lengths.items(), ends, strict=True)}

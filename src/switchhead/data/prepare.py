@@ -200,7 +200,7 @@ def _prepare_enwik8(work: _Work, copy: Path | None) -> None:
     if work.settings != Settings(source="enwik8", shard_tokens=work.settings.shard_tokens):
         raise DataError("enwik8 has its published splits, bytes for tokens and no documents: no setting applies to it")
     work.progress(Progress(doing="reading Enwik8"))
-    values, parts = enwik8.split_bytes(enwik8.read_enwik8(copy, work.out))
+    values, parts = enwik8.split_bytes(enwik8.read_enwik8(copy, work.out), enwik8.SPLIT)
     vocabulary = ByteSubsetVocabulary(values)
     writer = Writer(work.out, work.begin(vocabulary, None), vocabulary, work.settings.shard_tokens)
     writer.begin("all", 1)
