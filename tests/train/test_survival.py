@@ -1,14 +1,20 @@
 """Runs that are killed, stopped, or short of disk, and what is left of them."""
 
+import errno
 import json
 import os
 import random
 import shutil
 import signal
+from pathlib import Path
 
 import pytest
 import torch
 
+from switchhead.errors import RunError
+from switchhead.hf import SwitchHeadConfig
+from switchhead.runs import load_run
+from switchhead.train import TrainingConfig, train
 from tests.train.zygote import run
 
 SAVE = "switchhead.train.checkpoint:save_file"
@@ -76,11 +82,15 @@ def test_a_run_killed_at_any_moment_resumes_with_the_losses_of_an_uninterrupted_
     assert killed == len(EVERY_MOMENT)
 
 
-def test_a_run_killed_again_and_again_arrives(zygote, uninterrupted, tmp_path):
+@pytest.mark.slow
+def test_a_run_killed_at_twenty_random_moments_arrives(zygote, uninterrupted, tmp_path):
     kind, expected = uninterrupted
     chance = random.Random(0)
-    for _ in range(12):
-        zygote.train(tmp_path, kind=kind, resume=True, fault=kill("os:fsync", chance.randint(1, 9)))
+    killed = 0
+    for _ in range(20):
+        seconds = chance.uniform(0.0, 0.25)  # a whole run takes about as long
+        killed += zygote.train(tmp_path, kind=kind, resume=True, kill_after=seconds)["status"] == -signal.SIGKILL
+    assert killed >= 5
     assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
     assert losses(tmp_path) == expected
 
@@ -126,3 +136,50 @@ def test_a_broken_newest_checkpoint_is_passed_over(zygote, uninterrupted, tmp_pa
         file.unlink() if damage is None else file.write_bytes(damage)
         assert zygote.train(run, kind=kind, resume=True)["finished"]
         assert losses(run) == expected
+
+
+def test_a_directory_that_becomes_read_only_ends_the_run_with_one_error(zygote, uninterrupted, tmp_path):
+    kind, expected = uninterrupted
+    fault = {"call": SAVE, "number": 4, "when": "before", "what": "read-only"}
+    answer = zygote.train(tmp_path, kind=kind, fault=fault)
+    assert answer["error"].startswith(f"CheckpointError: cannot save checkpoint {tmp_path}/checkpoints/step-4")
+    assert answer["error"].endswith("Read-only file system; the previous checkpoint step-2 is intact")
+    assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
+    assert losses(tmp_path) == expected
+
+
+def test_a_read_only_directory_is_refused_before_training(settings, monkeypatch):
+    def refuse(*args):
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    monkeypatch.setattr(os, "replace", refuse)
+    with pytest.raises(RunError, match=r"cannot create run directory .*: Read-only file system"):
+        train(**settings)
+
+
+@pytest.fixture
+def first_format(tmp_path, text):
+    """A run that the first version wrote: its directory after step 2 of 4, which is never to be written anew."""
+    run = tmp_path / "first"
+    shutil.copytree(Path(__file__).with_name("format1"), run)
+    config = json.loads((run / "config.json").read_text())
+    order = {"data": text, "out": run, "device": "cpu", "progress": False, "resume": True}
+    names = {name: value for name, value in config["model"].items() if value is not None}
+    return run, {**order, "model": SwitchHeadConfig(**names), "training": TrainingConfig(**config["training"])}
+
+
+def test_a_run_of_the_first_format_loads_and_goes_on_with_its_losses(first_format):
+    run, order = first_format
+    assert load_run(run, device="cpu").step == 2
+    expected = [line["loss"] for line in losses(run) if "loss" in line]
+    assert train(**order).finished
+    found = [line["loss"] for line in losses(run) if "loss" in line]
+    assert len(found) == 4
+    assert found == pytest.approx(expected, rel=1e-4)
+
+
+def test_nothing_in_a_run_directory_is_a_pickle(first_format):
+    run, order = first_format
+    train(**order)
+    kinds = {path.suffix for path in run.rglob("*") if path.is_file() and "tfevents" not in path.name}
+    assert kinds == {".json", ".jsonl", ".safetensors"}

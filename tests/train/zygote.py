@@ -4,6 +4,7 @@ Reads one JSON object a line: `out`, `kind` (of the model), `resume`, and perhap
 
 - `fault`: {"call": a callable's dotted name, "number": which of its calls, "when": "before" or "after", "what": see
   `FAULTS`, "rank": whose};
+- `kill_after`: seconds after which the child is killed;
 - `ranks`: how many children train together, and `parallel`: how;
 - `model` and `training`: settings other than the usual ones.
 
@@ -11,6 +12,7 @@ Answers with one for each child: its exit status (negative: the signal that kill
 message of the error that ended it.
 """
 
+import errno
 import functools
 import importlib
 import json
@@ -19,6 +21,7 @@ import resource
 import signal
 import socket
 import sys
+import time
 
 import tensorboard.compat.proto.event_pb2
 import tensorboard.summary.writer.record_writer  # noqa: F401 (so that no child has to)
@@ -43,8 +46,13 @@ MODELS = {
 FAULTS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "read-only": lambda: fail(errno.EROFS),
     "file size limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
 }
+
+
+def fail(number):
+    raise OSError(number, os.strerror(number))
 
 
 def run(order):
@@ -147,6 +155,9 @@ def main():
         with socket.create_server(("127.0.0.1", 0)) as free:
             port = free.getsockname()[1]
         children = [fork(order, rank, port) for rank in range(order.get("ranks") or 1)]
+        if "kill_after" in order:
+            time.sleep(order["kill_after"])
+            os.kill(children[0][0], signal.SIGKILL)
         print(json.dumps([answer_of(*child) for child in children]), flush=True)
 
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from switchhead.data import Batches
 from switchhead.errors import TrainingError
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
+from switchhead.nn import Router
 from switchhead.ops import document_boundaries
 from switchhead.runs import Checkpoint, load_model, model_tensors
 from switchhead.train.config import TrainingConfig
@@ -149,10 +150,14 @@ class Trainer:
         )
 
     def measure_usage(self) -> dict[str, ExpertUsage]:
-        """Expert usage of every router on the coming step's first micro-batch of each rank, without dropout."""
+        """Expert usage of every router on the coming step's batch, without dropout."""
+        if not any(isinstance(module, Router) for module in self.model.modules()):
+            return {}
+        batch = self._take(self.next_batch)
+        passes = [(functools.partial(self._repeat_forward, i), part.share > 0) for i, part in enumerate(batch)]
         self.model.eval()
         try:
-            return measure_usage(self.model, self._repeat_forward, self.world)
+            return measure_usage(self.model, passes, self.world)
         finally:
             self.model.train()
 
@@ -230,7 +235,7 @@ class Trainer:
         return tensor.to(self.device)
 
     @torch.no_grad()
-    def _repeat_forward(self, index: int = 0) -> None:
+    def _repeat_forward(self, index: int) -> None:
         """Run a micro-batch of the coming step through the plain model."""
         with self.autocast():
             self.model(**self._take(self.next_batch)[index].arguments, memory=self.memory[index])

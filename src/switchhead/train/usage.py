@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 import torch
@@ -33,29 +33,37 @@ class ExpertUsage:
     average_k: float
 
 
-def measure_usage(model: nn.Module, forward: Callable[[], object], world: World) -> dict[str, ExpertUsage]:
-    """Expert usage of every router in one forward pass, over all ranks, by the router's name in the model.
+def measure_usage(
+    model: nn.Module, passes: Iterable[tuple[Callable[[], object], bool]], world: World
+) -> dict[str, ExpertUsage]:
+    """Expert usage of every router in some forward passes, over all ranks, by the router's name in the model.
 
     Args:
         model: the plain model.
-        forward: runs it; every rank of `world` has to.
+        passes: run it; each rank of `world` as many. False: this one does not count.
         world: the ranks whose choices are added.
     """
     routers = {module: name for name, module in model.named_modules() if isinstance(module, Router)}
     counted: dict[str, Tensor] = {}
+    counts = True
 
     def count(router: nn.Module, args: object, routing: Routing) -> None:
         name = routers[router]  # pyright: ignore[reportArgumentType]
-        new = _count(routing)
+        new = _count(routing) * counts
         counted[name] = counted[name] + new if name in counted else new
 
     handles = [router.register_forward_hook(count) for router in routers]
     try:
-        forward()
+        for forward, counts in passes:  # noqa: B007 (the hook reads it)
+            forward()
     finally:
         for handle in handles:
             handle.remove()
-    return {name: _usage(torch.tensor(world.sum(c.flatten().tolist())).view(c.shape)) for name, c in counted.items()}
+    return {name: _usage(_sum(values, world)) for name, values in counted.items()}
+
+
+def _sum(values: Tensor, world: World) -> Tensor:
+    return torch.tensor(world.sum(values.flatten().tolist()), dtype=torch.float64).view(values.shape)
 
 
 def _count(routing: Routing) -> Tensor:
