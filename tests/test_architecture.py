@@ -26,6 +26,7 @@ ARROWS = {
     "eval": {"data", "hf", "runs"},
     "train": {"accounting", "data", "eval", "hf", "nn", "ops", "routing", "runs"},
     "recipes": {"accounting", "hf", "train"},
+    "search": {"accounting", "hf", "recipes", "runs", "train"},
     "bench": {"hf", "nn", "ops", "routing"},
     "demo": {"accounting", "data", "eval", "hf", "recipes", "train"},
     "doctor": {"__init__", "ops", "routing"},
@@ -48,7 +49,7 @@ EXTERNAL = {
     "tyro": {"cli"},
     "rich": {"train", "demo"},
     "tensorboard": {"train"},
-    "matplotlib": {"accounting", "demo"},
+    "matplotlib": {"accounting", "demo", "search"},
 }
 
 

@@ -24,6 +24,7 @@ from switchhead.cli.matching import match
 from switchhead.cli.prepare import prepare
 from switchhead.cli.recipes import recipes
 from switchhead.cli.resources import resources
+from switchhead.cli.search import ablate, search
 from switchhead.cli.training import train
 
 # Commands import what they need when they run, so that `--help` and `doctor` answer without loading everything.
@@ -41,6 +42,8 @@ COMMANDS: dict[str, Callable[..., None]] = {
     "recipes": recipes,
     "resources": resources,
     "match": match,
+    "search": search,
+    "ablate": ablate,
     "doctor": doctor,
     "bench": bench,
 }
