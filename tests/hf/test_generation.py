@@ -101,7 +101,7 @@ def test_a_cache_of_fixed_size_works_without_generate(attention, positions):
     assert relative_error(torch.cat(pieces, dim=1)[real], model(tokens, mask).logits[real]) < 1e-12
 
 
-@pytest.mark.parametrize(("attention", "positions"), FIXED_CACHE_KINDS)
+@pytest.mark.parametrize(("attention", "positions"), [kind for kind in KINDS if kind[1] == "rotary"])
 def test_decoding_into_a_cache_of_fixed_size_compiles_once_without_graph_breaks(attention, positions):
     torch.compiler.reset()
     model = lively_model(small_config(attention, positions))
