@@ -1,6 +1,6 @@
 import pytest
 
-from switchhead.accounting import CONVENTIONS, attention_cost, cost_by_length, model_resources
+from switchhead.accounting import CONVENTIONS, attention_cost, cost_by_length, feed_forward_cost, model_resources
 from switchhead.hf import SwitchHeadConfig
 
 SMALL = {"vocab_size": 50, "hidden_size": 24, "num_hidden_layers": 1, "head_dim": 6, "num_attention_heads": 2}
@@ -16,6 +16,8 @@ def test_costs_are_those_of_each_length_with_as_many_chunks_of_memory():
         for convention in CONVENTIONS:
             expected = attention_cost(same, chunk_length=length, convention=convention)
             assert cost.attention[convention] == expected
+            expected = feed_forward_cost(same, chunk_length=length, convention=convention)
+            assert cost.feed_forward[convention] == expected
 
 
 def test_attention_grows_faster_than_the_sequence_and_the_feed_forward_with_it():

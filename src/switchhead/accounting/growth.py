@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING
 
 from switchhead.accounting.attention import attention_cost
 from switchhead.accounting.cost import CONVENTIONS, Convention, Cost
+from switchhead.accounting.feed_forward import feed_forward_cost
 from switchhead.accounting.model import Dtype, ModelResources, model_resources
 
 if TYPE_CHECKING:
@@ -23,11 +24,13 @@ class LengthCost:
     Attributes:
         chunk_length: tokens of a sequence.
         attention: cost of one attention layer for one sequence in every convention.
+        feed_forward: cost of one feed-forward layer, likewise.
         model: cost of the whole model.
     """
 
     chunk_length: int
     attention: Mapping[Convention, Cost]
+    feed_forward: Mapping[Convention, Cost]
     model: ModelResources
 
 
@@ -55,11 +58,13 @@ def cost_by_length(
     for length in lengths:
         memory_length = config.memory_length * length // chunk_length
         resized = dataclasses.replace(config, memory_length=memory_length)
-        attention: dict[Convention, Cost] = {
-            name: attention_cost(resized, chunk_length=length, convention=name) for name in CONVENTIONS
-        }
+        attention: dict[Convention, Cost] = {}
+        feed_forward: dict[Convention, Cost] = {}
+        for name in CONVENTIONS:
+            attention[name] = attention_cost(resized, chunk_length=length, convention=name)
+            feed_forward[name] = feed_forward_cost(resized, chunk_length=length, convention=name)
         model = model_resources(resized, chunk_length=length, batch_size=batch_size, dtype=dtype)
-        costs.append(LengthCost(chunk_length=length, attention=attention, model=model))
+        costs.append(LengthCost(chunk_length=length, attention=attention, feed_forward=feed_forward, model=model))
     return costs
 
 

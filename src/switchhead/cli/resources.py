@@ -133,13 +133,14 @@ def _show_recipe(recipe: Recipe, twin: Recipe, curves: Mapping[str, Sequence[Len
             _percent(own.macs / dense.macs),
             f"{own.floats:,}",
             _percent(own.floats / dense.floats),
+            f"{cost.feed_forward[convention].macs:,}",
         )
         for cost, twin_cost in zip(costs, twin_costs, strict=True)
         for convention in CONVENTIONS
         for own, dense in [(cost.attention[convention], twin_cost.attention[convention])]
     ]
-    header = ("tokens", "counted as", "attention MACs", f"% of {twin.name}", "floats", "% of it")
-    print("\n" + table(header, lines, right_aligned=(0, 2, 3, 4, 5)))
+    header = ("tokens", "counted as", "attention MACs", f"% of {twin.name}", "floats", "% of it", "feed-forward MACs")
+    print("\n" + table(header, lines, right_aligned=(0, 2, 3, 4, 5, 6)))
     header = ("tokens", "model", "FLOPs/token", "backward", "parameters", "optimizer")
     header += ("activations", "peak", "cache/token")
     lines = [
@@ -168,7 +169,8 @@ def _show_recipe(recipe: Recipe, twin: Recipe, curves: Mapping[str, Sequence[Len
 def _flat(cost: LengthCost) -> dict[str, Any]:
     macs = {f"macs_{name}": attention.macs for name, attention in cost.attention.items()}
     floats = {f"floats_{name}": attention.floats for name, attention in cost.attention.items()}
-    return {**macs, **floats, **dataclasses.asdict(cost.model)}
+    feed_forward = {f"feed_forward_macs_{name}": layer.macs for name, layer in cost.feed_forward.items()}
+    return {**macs, **floats, **feed_forward, **dataclasses.asdict(cost.model)}
 
 
 def _short(number: float) -> str:
