@@ -1,6 +1,7 @@
 """What is particular to MoA; what all attention layers share is in test_attention.py."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -115,6 +116,18 @@ def test_backends_agree_in_the_layer(backend):
     assert relative_error(a(x), b(x)) < 1e-13
     for found, expected in zip(gradients(a(x), *tensors[0]), gradients(b(x), *tensors[1]), strict=True):
         assert relative_error(found, expected) < 1e-12
+
+
+@pytest.mark.parametrize("backend", ["reference", "gated", "grouped"])
+def test_experts_that_nobody_chose_have_gradients_of_exactly_zero(backend, poisoned_allocations):
+    module, x = layer(backend=backend), torch.randn(2, 6, 10, dtype=torch.float64)
+    module.router.register_forward_hook(
+        lambda router, args, routing: replace(routing, expert_indices=torch.arange(2).expand_as(routing.gates))
+    )
+    module(x).square().sum().backward()
+    for projection in (module.q_proj, module.o_proj):
+        assert projection.weight.grad[0, :2].any()
+        assert projection.weight.grad[0, 2:].eq(0).all()
 
 
 def test_the_temperature_starts_at_the_usual_scale_and_exists_with_relative_positions_only():

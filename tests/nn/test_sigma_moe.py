@@ -102,6 +102,19 @@ def test_a_threshold_leaves_out_weak_experts():
     assert not torch.allclose(module(x)[few], kept(x)[few])
 
 
+@pytest.mark.parametrize("backend", ["reference", "gated", "grouped"])
+def test_experts_that_nobody_chose_have_gradients_of_exactly_zero(backend, poisoned_allocations):
+    module = layer(backend=backend, k=1)
+    with torch.no_grad():
+        module.router.weight[0, 1:] = -module.router.weight[0, :1]
+    x = torch.randn(6, 10, dtype=torch.float64)
+    x = x * (x @ module.router.weight[0, 0]).sign()[:, None]  # every token prefers expert 0
+    module(x).square().sum().backward()
+    for projection in (module.up_proj, module.down_proj):
+        assert projection.weight.grad[0, 0].any()
+        assert projection.weight.grad[0, 1:].eq(0).all()
+
+
 @pytest.mark.parametrize("shape", [(10,), (0, 10), (3, 10), (2, 0, 10), (2, 3, 4, 10)])
 def test_any_leading_shape(shape):
     module, x = layer(), torch.randn(shape, dtype=torch.float64)

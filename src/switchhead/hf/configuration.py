@@ -230,10 +230,11 @@ class SwitchHeadConfig(PreTrainedConfig):
             "head_gating": ("num_experts_per_tok", "num_attention_heads"),
             "sigma_moe": ("ffn_num_experts_per_tok", "ffn_num_experts"),
         }
-        for kind in {self.attention, self.feed_forward} & choices.keys():
-            chosen, available = choices[kind]
-            wanted = f"at most {available}={getattr(self, available)}"
-            self._require(chosen, getattr(self, chosen) <= getattr(self, available), wanted)
+        for kind in (self.attention, self.feed_forward):
+            if kind in choices:
+                chosen, available = choices[kind]
+                wanted = f"at most {available}={getattr(self, available)}"
+                self._require(chosen, getattr(self, chosen) <= getattr(self, available), wanted)
         if self.num_key_value_heads is not None:
             wanted = f"a divisor of num_attention_heads={self.num_attention_heads}"
             self._require("num_key_value_heads", self.num_attention_heads % self.num_key_value_heads == 0, wanted)
