@@ -27,7 +27,7 @@ ARROWS = {
     "train": {"accounting", "data", "eval", "hf", "nn", "ops", "routing", "runs"},
     "recipes": {"accounting", "hf", "train"},
     "search": {"accounting", "hf", "recipes", "runs", "train"},
-    "bench": {"hf", "nn", "ops", "routing"},
+    "bench": {"accounting", "data", "hf", "nn", "ops", "routing", "train"},
     "demo": {"accounting", "data", "eval", "hf", "recipes", "train"},
     "doctor": {"__init__", "ops", "routing"},
     "__main__": {"cli"},

@@ -2,5 +2,6 @@
 
 from switchhead.bench.layer import LAYERS, LayerRow, as_table, bench_layer
 from switchhead.bench.routings import NAMES
+from switchhead.bench.step import StepRow, bench_steps, steps_as_table
 
-__all__ = ["LAYERS", "NAMES", "LayerRow", "as_table", "bench_layer"]
+__all__ = ["LAYERS", "NAMES", "LayerRow", "StepRow", "as_table", "bench_layer", "bench_steps", "steps_as_table"]

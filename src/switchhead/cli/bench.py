@@ -4,42 +4,106 @@ from __future__ import annotations
 
 import dataclasses
 import sys
-from typing import Literal
+from dataclasses import dataclass
+from typing import Annotated, Literal
 
 import tyro
 
-from switchhead.cli.common import Json, UsageError, print_json
+from switchhead.cli.common import Device, Json, UsageError, arguments_of_the_user, find_recipe, print_json
 
 
-def bench(
-    what: tyro.conf.Positional[Literal["layer"]],
-    /,
-    *,
-    layers: tuple[str, ...] = (),
-    lengths: tuple[int, ...] = (),
-    routings: tuple[str, ...] = (),
-    positions: Literal["rotary", "none", "relative"] = "rotary",
-    as_json: Json = False,
-) -> None:
-    """Time a layer, forward and backward, against dense and grouped-query attention; needs a CUDA device.
+@dataclass(frozen=True, kw_only=True)
+class Layer:
+    """Time a layer, forward and backward, against dense and grouped-query attention; needs a CUDA device."""
 
-    Args:
-        layers: of switchhead.bench.LAYERS; all by default.
-        lengths: of sequences; otherwise the layer's own.
-        routings: uniform, skewed, trained; all by default.
-        positions: of all layers.
-    """
-    from switchhead.bench import LAYERS, NAMES, as_table, bench_layer
+    layers: tuple[str, ...] = ()
+    """Of switchhead.bench.LAYERS; all by default."""
+    lengths: tuple[int, ...] = ()
+    """Of sequences; otherwise the layer's own."""
+    routings: tuple[str, ...] = ()
+    """uniform, skewed, trained; all by default."""
+    positions: Literal["rotary", "none", "relative"] = "rotary"
+    """Of all layers."""
+    as_json: Json = False
 
-    for given, known in ((layers, LAYERS), (routings, NAMES)):
-        if unknown := set(given) - set(known):
-            raise UsageError(f"{', '.join(sorted(unknown))} unknown; use {', '.join(known)}")
-    rows = []
-    measured = bench_layer(layers or LAYERS, lengths=lengths or None, routings=routings or NAMES, positions=positions)
-    for row in measured:
-        rows.append(row)
-        print(as_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
-    if as_json:
-        print_json([dataclasses.asdict(row) for row in rows])
-    else:
-        print(as_table(rows))
+    def run(self) -> None:
+        """Measure and print."""
+        from switchhead.bench import LAYERS, NAMES, as_table, bench_layer
+
+        for given, known in ((self.layers, LAYERS), (self.routings, NAMES)):
+            if unknown := set(given) - set(known):
+                raise UsageError(f"{', '.join(sorted(unknown))} unknown; use {', '.join(known)}")
+        rows = []
+        measured = bench_layer(
+            self.layers or LAYERS,
+            lengths=self.lengths or None,
+            routings=self.routings or NAMES,
+            positions=self.positions,
+        )
+        for row in measured:
+            rows.append(row)
+            print(as_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+        if self.as_json:
+            print_json([dataclasses.asdict(row) for row in rows])
+        else:
+            print(as_table(rows))
+
+
+@dataclass(frozen=True, kw_only=True)
+class Step:
+    """Time whole training steps (forward, backward, clipping, optimizer) of a recipe and of its dense twin."""
+
+    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="see `switchhead recipes`")]
+    twin: str | None = None
+    """Recipe to compare with; otherwise the one named "dense" where this one is named "switchhead"."""
+    steps: int = 20
+    """That are timed."""
+    batch_size: int | None = None
+    """Sequences in a step; otherwise the recipe's."""
+    chunk_length: int | None = None
+    """Tokens of a sequence; otherwise the recipe's."""
+    dtype: Literal["float32", "bfloat16", "float16"] | None = None
+    """Of the computation; otherwise the recipe's."""
+    compile: Literal["on", "off"] | None = None
+    """Whether through torch.compile; otherwise as the recipe says."""
+    device: Device = "auto"
+    as_json: Json = False
+
+    def run(self) -> None:
+        """Measure and print."""
+        from switchhead.bench import bench_steps, steps_as_table
+        from switchhead.runs import choose_device
+
+        if self.steps < 1:
+            raise UsageError(f"steps is {self.steps}; it must be at least 1")
+        recipes = [find_recipe(self.recipe), find_recipe(self._twin())]
+        settings = {name: getattr(self, name) for name in ("batch_size", "chunk_length", "dtype")}
+        changes = {name: value for name, value in settings.items() if value is not None}
+        if self.compile is not None:
+            changes["compile"] = self.compile == "on"
+        with arguments_of_the_user():
+            models = [(recipe.name, recipe.model, recipe.with_training(**changes).training) for recipe in recipes]
+        rows = list(bench_steps(models, choose_device(self.device), steps=self.steps))
+        if self.as_json:
+            print_json([dataclasses.asdict(row) for row in rows])
+        else:
+            print(steps_as_table(rows))
+
+    def _twin(self) -> str:
+        if self.twin is not None:
+            return self.twin
+        for kind in ("switchhead", "switchall", "moa"):
+            if kind in self.recipe:
+                return self.recipe.replace(kind, "dense")
+        raise UsageError(f"{self.recipe} names no twin: give one with --twin RECIPE")
+
+
+What = (
+    Annotated[Layer, tyro.conf.subcommand("layer", prefix_name=False)]
+    | Annotated[Step, tyro.conf.subcommand("step", prefix_name=False)]
+)
+
+
+def bench(what: Annotated[What, tyro.conf.arg(name="")]) -> None:
+    """Time a layer, or whole training steps, against dense twins."""
+    what.run()

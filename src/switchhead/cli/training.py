@@ -26,21 +26,37 @@ class TrainingSettings:
     steps: OfRecipe[int | None] = None
     """Optimizer steps."""
     batch_size: OfRecipe[int | None] = None
-    """Sequences in a step."""
+    """Sequences in a step, over all ranks."""
+    micro_batch_size: OfRecipe[int | None] = None
+    """Sequences that a rank runs at once; the gradients of a step are summed over them."""
+    chunk_length: OfRecipe[int | None] = None
+    """Tokens of a sequence."""
     learning_rate: OfRecipe[float | None] = None
     """The highest, after the warm-up."""
     warmup_steps: OfRecipe[int | None] = None
     """Steps until it is reached."""
+    weight_decay: OfRecipe[float | None] = None
+    """Decoupled, on matrices only."""
+    grad_clip: OfRecipe[float | None] = None
+    """Largest norm of the gradient."""
     seed: OfRecipe[int | None] = None
     """Of initial weights, dropout and the order of the text."""
-    dtype: OfRecipe[Literal["float32", "bfloat16"] | None] = None
-    """Of the computation; bfloat16 is autocast over float32 weights."""
+    dtype: OfRecipe[Literal["float32", "bfloat16", "float16"] | None] = None
+    """Of the computation; bfloat16 and float16 are autocast over float32 weights, float16 with loss scaling."""
     compile: OfRecipe[Literal["on", "off"] | None] = None
     """Run the model through torch.compile."""
+    loss_chunk_length: OfRecipe[int | None] = None
+    """Positions whose scores over the vocabulary exist at once."""
+    mask_documents: OfRecipe[Literal["on", "off"] | None] = None
+    """Keep documents in one window from seeing each other."""
+    skip_nonfinite: OfRecipe[int | None] = None
+    """Pass over so many steps whose loss or gradient is not finite."""
     eval_every: OfRecipe[int | None] = None
     """Steps between validations."""
     save_every: OfRecipe[int | None] = None
     """Steps between checkpoints."""
+    usage_every: OfRecipe[int | None] = None
+    """Steps between measurements of how experts are used."""
 
     def apply(self, training: TrainingConfig) -> TrainingConfig:
         """The configuration with these settings.
@@ -49,8 +65,9 @@ class TrainingSettings:
             UsageError: a value that does not fit.
         """
         changes = {name: value for name, value in vars(self).items() if value is not None}
-        if "compile" in changes:
-            changes["compile"] = changes["compile"] == "on"
+        for name in ("compile", "mask_documents"):
+            if name in changes:
+                changes[name] = changes[name] == "on"
         with arguments_of_the_user():
             return dataclasses.replace(training, **changes)
 
@@ -63,17 +80,25 @@ def train(
     valid: str | None = None,
     out: Path | None = None,
     resume: bool = False,
+    allow_changes: bool = False,
     device: Device = "auto",
+    parallel: Literal["ddp", "fsdp"] = "ddp",
+    tracker: Literal["wandb", "trackio"] | None = None,
     settings: Annotated[TrainingSettings, tyro.conf.arg(name="")] = TrainingSettings(),
     as_json: Json = False,
 ) -> None:
     """Train a recipe's model on text, into a run directory.
 
+    On several devices: torchrun --nproc-per-node N -m switchhead train ...
+
     Args:
-        data: training text, text:FILE or jsonl:GLOB#field.
+        data: training text: a directory made by `switchhead prepare`, text:FILE or jsonl:GLOB#field.
         valid: validation text; otherwise the tail of the training text.
         out: the run directory; otherwise runs/RECIPE.
         resume: go on from the newest checkpoint of the run directory.
+        allow_changes: resume although recipe, settings or text are not the run's.
+        parallel: how the processes of torchrun share the model: ddp keeps it whole in each, fsdp shards it.
+        tracker: a service that shows the run, besides metrics.jsonl and TensorBoard.
     """
     from switchhead.train import train
 
@@ -87,8 +112,13 @@ def train(
         out=out or Path("runs") / recipe,
         recipe=recipe,
         resume=resume,
+        allow_changes=allow_changes,
         device=device,
+        parallel=parallel,
+        tracker=tracker,
     )
+    if result.rank:  # the first process speaks for all
+        return
     validation = result.validation
     if as_json:
         print_json(

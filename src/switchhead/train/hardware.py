@@ -7,6 +7,9 @@ import sys
 
 import torch
 
+from switchhead.accounting import model_resources
+from switchhead.hf import SwitchHeadConfig
+
 # Dense peaks in FLOP/s by a part of the device's name, from the vendors' data sheets: 16-bit matrix units with 32-bit
 # accumulation, and float32 as PyTorch computes it by default (without TF32). The first match counts.
 PEAKS: dict[str, tuple[float, float]] = {
@@ -33,6 +36,21 @@ def peak_flops(device: torch.device, dtype: str) -> float | None:
         if part in name:
             return single if dtype == "float32" else half
     return None
+
+
+def peak_tokens_per_second(
+    model: SwitchHeadConfig, *, chunk_length: int, device: torch.device, dtype: str
+) -> float | None:
+    """Tokens/s of training on a device that does nothing but the model's matrix products, at its peak; None: not known.
+
+    What a run reaches of it is its model FLOPs utilisation. Recomputed activations do not count, nor padding, nor
+    experts that no token uses.
+    """
+    peak = peak_flops(device, dtype)
+    if peak is None:
+        return None
+    resources = model_resources(model, chunk_length=chunk_length)
+    return peak / (resources.forward_flops + resources.backward_flops)
 
 
 def peak_memory(device: torch.device) -> int:

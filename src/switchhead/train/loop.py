@@ -21,7 +21,7 @@ from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_chec
 from switchhead.train.checkpoint import write_checkpoint
 from switchhead.train.config import TrainingConfig
 from switchhead.train.distributed import Parallel, World, join_world
-from switchhead.train.hardware import peak_flops, peak_memory
+from switchhead.train.hardware import peak_memory, peak_tokens_per_second
 from switchhead.train.metrics import MetricsLog, NoMetrics
 from switchhead.train.progress import make_progress
 from switchhead.train.run import create_run, describe_run, reopen_run
@@ -39,6 +39,7 @@ class TrainingResult:
         finished: False when a signal ended it early; resume it.
         validation: the last one of this call, if there was any.
         tokens_per_second: training speed, by the median step of this call; None without a step.
+        rank: number of this process among those that trained together.
     """
 
     run: Path
@@ -46,6 +47,7 @@ class TrainingResult:
     finished: bool
     validation: Evaluation | None
     tokens_per_second: float | None
+    rank: int = 0
 
 
 def train(
@@ -135,7 +137,13 @@ class _Session:
         self.tracker: Service | None = tracker
         self.tokens_per_step = self.training.batch_size * self.training.chunk_length
         self.seconds: list[float] = []
-        self.peak_tokens = self._peak_tokens_per_second()
+        peak = peak_tokens_per_second(
+            trainer.model.config,
+            chunk_length=self.training.chunk_length,
+            device=trainer.device,
+            dtype=self.training.dtype,
+        )
+        self.peak_tokens = peak and peak * self.world.size
 
     def run_to_end(self, validation_text: TokenArray, vocabulary: Vocabulary) -> TrainingResult:
         trainer, training = self.trainer, self.training
@@ -170,17 +178,8 @@ class _Session:
             finished=trainer.step == training.steps,
             validation=validation,
             tokens_per_second=self.tokens_per_step / statistics.median(self.seconds) if self.seconds else None,
+            rank=self.world.rank,
         )
-
-    def _peak_tokens_per_second(self) -> float | None:
-        """Tokens/s if all devices did nothing but the model's matrix products at their peak; None: not known."""
-        peak = peak_flops(self.trainer.device, self.training.dtype)
-        if peak is None:
-            return None
-        from switchhead.accounting import model_resources
-
-        resources = model_resources(self.trainer.model.config, chunk_length=self.training.chunk_length)
-        return peak * self.world.size / (resources.forward_flops + resources.backward_flops)
 
     def _open_log(self) -> MetricsLog:
         if not self.world.is_first:
