@@ -8,7 +8,7 @@ import torch.distributed as dist
 import torch.multiprocessing as mp
 
 from switchhead.nn.regularizers import cv_loss, entropy_loss, router_z_loss, switch_loss
-from tests.helpers import relative_error
+from tests.helpers import gradients, relative_error
 
 LOG2, LOG3 = math.log(2), math.log(3)
 # Two tokens and three experts with probabilities 1/2, 1/4, 1/4 and 1/4, 1/2, 1/4; then a token that is padding.
@@ -90,6 +90,20 @@ def test_synchronised_entropy_and_its_averaged_gradient_are_those_of_the_whole_b
     # Data parallelism averages over the ranks, so each must hold twice its share.
     found = torch.tensor(results[0][2] + results[1][2], dtype=torch.float64) / 2
     assert relative_error(found, gradient) < 1e-12
+
+
+def test_synchronised_entropy_compiles_to_one_graph(tmp_path):
+    torch.compiler.reset()
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/rendezvous", rank=0, world_size=1)
+    try:
+        scores = torch.randn(5, 4, requires_grad=True)
+        compiled = torch.compile(entropy_loss, fullgraph=True, backend="aot_eager")
+        found, expected = compiled(scores, synchronize=True), entropy_loss(scores)
+        assert relative_error(found, expected) < 1e-6
+        for a, b in zip(gradients(found, scores), gradients(expected, scores), strict=True):
+            assert relative_error(a, b) < 1e-6
+    finally:
+        dist.destroy_process_group()
 
 
 def test_synchronising_without_ranks_changes_nothing():

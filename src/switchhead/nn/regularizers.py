@@ -5,11 +5,8 @@ Multiply with a weight and add to the training loss. `is_token` `[N]` is False w
 
 from __future__ import annotations
 
-from typing import Any
-
 import torch
 import torch.distributed as dist
-import torch.distributed._functional_collectives as collectives
 from jaxtyping import Bool, Float
 from torch import Tensor
 
@@ -76,26 +73,29 @@ def entropy_loss(
     """
     total, count = _sum_over_tokens(scores.softmax(-1), is_token), _count(scores, is_token)
     if synchronize and dist.is_available() and dist.is_initialized():
-        total, count = _AllReduce.apply(total), _AllReduce.apply(count)
+        total, count = _sum_over_ranks(total), _sum_over_ranks(count)
     mean = total / count
     return (mean * mean.clamp(min=torch.finfo(mean.dtype).tiny).log()).sum()
 
 
-class _AllReduce(torch.autograd.Function):
-    """Sum over all ranks; its derivative is the same sum of the cotangents."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:
-        return _sum_over_ranks(x)
-
-    @staticmethod
-    def backward(ctx: Any, *grad_outputs: Tensor) -> Tensor:
-        return _sum_over_ranks(grad_outputs[0].contiguous())
-
-
+@torch.library.custom_op("switchhead::sum_over_ranks", mutates_args=())
 def _sum_over_ranks(x: Tensor) -> Tensor:
-    assert dist.group.WORLD is not None
-    return collectives.wait_tensor(collectives.all_reduce(x, "sum", dist.group.WORLD))
+    total = x.clone(memory_format=torch.contiguous_format)
+    dist.all_reduce(total)
+    return total
+
+
+@_sum_over_ranks.register_fake
+def _(x: Tensor) -> Tensor:
+    return x.new_empty(x.shape)
+
+
+def _sum_cotangents(ctx: object, grad: Tensor) -> Tensor:
+    """The sum depends alike on what each rank put in."""
+    return _sum_over_ranks(grad)
+
+
+_sum_over_ranks.register_autograd(_sum_cotangents)
 
 
 def _sum_over_tokens(x: Tensor, is_token: Tensor | None) -> Float[Tensor, " experts"]:
