@@ -129,30 +129,174 @@ def test_weight_decay_shrinks_matrices_and_nothing_else(settings, tmp_path):
         assert torch.equal(value, decayed[name]) == (value.ndim < 2), name
 
 
+@pytest.fixture
+def spoil(monkeypatch):
+    """Makes the training step of a number go wrong; holds the weights that it found."""
+    forward, found = SwitchHeadForCausalLM.forward, {}
+
+    def prepare(broken, steps):
+        calls = 0
+
+        def spoilt(self, *args, **kwargs):
+            nonlocal calls
+            output = forward(self, *args, **kwargs)
+            calls += self.training and torch.is_grad_enabled()
+            if self.training and torch.is_grad_enabled() and calls in steps:
+                found["model"], found["weights"] = self, [p.detach().clone() for p in self.parameters()]
+                if broken == "loss":
+                    output.loss = output.loss * math.nan
+                else:
+                    output.loss.register_hook(lambda gradient: gradient * math.inf)
+            return output
+
+        monkeypatch.setattr(SwitchHeadForCausalLM, "forward", spoilt)
+        return found
+
+    return prepare
+
+
 @pytest.mark.parametrize("broken", ["loss", "gradient norm"])
-def test_a_number_that_is_not_finite_stops_before_the_weights_are_touched(settings, monkeypatch, broken):
-    forward, weights, calls = SwitchHeadForCausalLM.forward, {}, 0
-
-    def spoilt(self, *args, **kwargs):
-        nonlocal calls
-        output = forward(self, *args, **kwargs)
-        calls += self.training
-        if self.training and calls == 4:
-            weights.update({name: p.detach().clone() for name, p in self.named_parameters()})
-            weights["model"] = self
-            if broken == "loss":
-                output.loss = output.loss * math.nan
-            else:
-                output.loss.register_hook(lambda gradient: gradient * math.inf)
-        return output
-
-    monkeypatch.setattr(SwitchHeadForCausalLM, "forward", spoilt)
-    with pytest.raises(TrainingError, match=rf"the {broken} is (nan|inf) at step 4; the weights were left"):
+def test_a_number_that_is_not_finite_stops_before_the_weights_are_touched(settings, spoil, broken):
+    found = spoil(broken, {4})
+    with pytest.raises(TrainingError, match=rf"the {broken} is (nan|inf) at step 4; the weights were left as they are"):
         train(**settings)
-    model = weights.pop("model")
-    for name, parameter in model.named_parameters():
-        assert torch.equal(parameter, weights[name]), name
+    for before, parameter in zip(found["weights"], found["model"].parameters(), strict=True):
+        assert torch.equal(before, parameter)
     assert load_run(settings["out"], device="cpu").step == 2
+
+
+def test_the_first_module_that_is_not_finite_is_named(settings, monkeypatch):
+    step, norm = torch.optim.AdamW.step, torch.nn.LayerNorm.forward
+    broken = False
+
+    def then_break(self, *args, **kwargs):
+        nonlocal broken
+        result = step(self, *args, **kwargs)
+        broken = broken or self.state_dict()["state"][0]["step"] == 3
+        return result
+
+    def overflow(self, x):
+        y = norm(self, x)
+        return y * math.inf if broken and self.weight is layer_norms[0].weight else y
+
+    layer_norms = []
+    build = SwitchHeadForCausalLM.__init__
+
+    def note(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        layer_norms.append(self.model.layers[0].feed_forward_norm)
+
+    monkeypatch.setattr(SwitchHeadForCausalLM, "__init__", note)
+    monkeypatch.setattr(torch.optim.AdamW, "step", then_break)
+    monkeypatch.setattr(torch.nn.LayerNorm, "forward", overflow)
+    with pytest.raises(TrainingError, match=r"output is not finite is model.layers.0.feed_forward_norm\."):
+        train(**settings)
+
+
+def test_a_gradient_that_is_not_finite_names_the_parameter_that_backward_came_to_first(settings, monkeypatch):
+    build = SwitchHeadForCausalLM.__init__
+
+    def spoil(self, *args, **kwargs):
+        build(self, *args, **kwargs)
+        self.model.norm.weight.register_hook(lambda gradient: gradient * math.nan)
+        self.model.embed_tokens.weight.register_hook(lambda gradient: gradient * math.nan)
+
+    monkeypatch.setattr(SwitchHeadForCausalLM, "__init__", spoil)
+    with pytest.raises(TrainingError, match=r"going back, the gradient of model.norm.weight is the first that"):
+        train(**settings)
+
+
+def test_bad_steps_are_skipped_as_often_as_allowed(settings, spoil, tmp_path, caplog):
+    settings = changed(settings, "training", skip_nonfinite=2)
+    spoil("loss", {2, 4})
+    assert train(**settings).finished
+    lines = [line for line in read_metrics(settings["out"] / "metrics.jsonl") if "loss" in line]
+    assert [line["step"] for line in lines if line.get("skipped")] == [2, 4]
+    assert [line["loss"] is None for line in lines] == [False, True, False, True, False, False]
+    assert "at step 4; the weights were left as they are (2 of 2 such steps)" in caplog.text
+    spoil("gradient norm", {1, 2, 3})
+    with pytest.raises(TrainingError, match="the gradient norm is nan at step 3"):
+        train(**{**settings, "out": tmp_path / "more"})
+
+
+def test_skipped_steps_are_counted_across_a_resume(settings, spoil):
+    settings = changed(settings, "training", skip_nonfinite=1, save_every=1)
+    found = spoil("loss", {2, 4})
+    with pytest.raises(TrainingError, match="at step 4"):
+        train(**settings)
+    assert found["model"].training
+    spoil("loss", {1})
+    with pytest.raises(TrainingError, match="at step 4"):
+        train(**settings, resume=True)
+
+
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+def test_micro_batches_and_a_chunked_loss_compute_the_same_step(settings, tmp_path, positions):
+    settings = changed(settings, "model", positions=positions, memory_length=6 * (positions == "relative"))
+    expected = [line["loss"] for line in run_and_read(settings)]
+    parts = changed({**settings, "out": tmp_path / "parts"}, "training", micro_batch_size=2, loss_chunk_length=5)
+    assert [line["loss"] for line in run_and_read(parts)] == pytest.approx(expected, rel=1e-5)
+    cut = tmp_path / "cut"
+    shutil.copytree(tmp_path / "parts", cut)
+    shutil.rmtree(cut / "checkpoints/step-6")
+    assert [line["loss"] for line in run_and_read({**parts, "out": cut, "resume": True})] == pytest.approx(
+        expected, rel=1e-5
+    )
+
+
+def run_and_read(settings):
+    train(**settings)
+    return [line for line in read_metrics(settings["out"] / "metrics.jsonl") if "loss" in line]
+
+
+def test_auxiliary_losses_are_measured_and_not_part_of_the_loss(settings, tmp_path):
+    moa = {"attention": "moa", "num_attention_heads": 2, "num_experts": 4, "num_experts_per_tok": None}
+    plain = run_and_read(changed(settings, "model", **moa))
+    weighted = changed({**settings, "out": tmp_path / "weighted"}, "model", **moa, switch_loss_weight=0.5)
+    lines = run_and_read(weighted)
+    assert lines[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-6)
+    assert lines[-1]["loss"] != plain[-1]["loss"]
+    assert all({"cv_loss", "switch_loss", "router_z_loss"} == line["auxiliary"].keys() for line in lines)
+    assert lines[0]["auxiliary"]["switch_loss"] >= 0.9  # 1 is even use
+    assert all("auxiliary" not in line for line in plain)
+
+
+def test_expert_usage_is_measured_now_and_then_and_changes_nothing(settings, tmp_path):
+    settings = changed(settings, "model", dropout=0.1, expert_dropout=0.1)
+    often = run_and_read(changed(settings, "training", usage_every=2))
+    usage = [line for line in read_metrics(settings["out"] / "metrics.jsonl") if "experts" in line]
+    assert [line["step"] for line in usage] == [2, 4, 6]
+    assert all(len(line["experts"]) == 2 for line in usage)
+    assert usage[0]["experts"]["model.layers.0.attention.source_router"]["average_k"] == 2
+    never = run_and_read({**settings, "out": tmp_path / "never"})
+    assert [line["loss"] for line in often] == [line["loss"] for line in never]
+
+
+def test_masked_documents_do_not_see_each_other(settings, tmp_path):
+    documents = tmp_path / "text.jsonl"
+    documents.write_text("".join(json.dumps({"text": f"{i * 7 % 10}abc"}) + "\n" for i in range(80)))
+    settings = {**settings, "data": f"jsonl:{documents}#text"}
+    plain = run_and_read(settings)
+    masked = run_and_read(changed({**settings, "out": tmp_path / "masked"}, "training", mask_documents=True))
+    assert all(a["loss"] != b["loss"] for a, b in zip(plain, masked, strict=True))
+    relative = changed({**settings, "out": tmp_path / "no"}, "model", positions="relative")
+    with pytest.raises(ValueError, match=r"mask_documents is True; it must be False for models with memory"):
+        train(**changed(relative, "training", mask_documents=True))
+    assert not (tmp_path / "no").exists()
+
+
+def test_float16_scales_the_loss_and_passes_over_steps_that_overflow(settings, tmp_path):
+    exact = train(**settings).validation
+    half = changed({**settings, "out": tmp_path / "half"}, "training", dtype="float16")
+    lines = run_and_read(half)
+    assert lines[0]["loss_scale"] == 2**16
+    skipped = [line["step"] for line in lines if line.get("skipped")]
+    assert lines[-1]["loss_scale"] == 2 ** (16 - len(skipped))
+    assert load_run(half["out"], device="cpu").step == 6
+    state = json.loads((half["out"] / "checkpoints/step-6/state.json").read_text())
+    assert state["loss_scale"]["grows"]
+    assert lines[-1]["loss"] == pytest.approx(run_and_read({**settings, "out": tmp_path / "x"})[-1]["loss"], rel=0.2)
+    assert exact.loss > 0
 
 
 def test_a_directory_with_a_run_is_not_written_to_without_resume(settings):

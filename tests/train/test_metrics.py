@@ -44,3 +44,16 @@ def test_tensorboard_gets_the_same_numbers(paths):
     events = EventAccumulator(str(paths[1]))
     events.Reload()
     assert [(event.step, event.value) for event in events.Scalars("loss")] == [(1, 2.5), (2, 1.5)]
+
+
+def test_nested_numbers_are_on_the_line_as_they_are_and_flat_in_tensorboard(paths):
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    usage = {"experts": {"router": {"entropy": 0.5, "share": [[1.0, 0.0]], "mean_gate": float("nan")}}}
+    with MetricsLog(*paths, step=0) as log:
+        log.append(1, usage)
+    line = json.loads(paths[0].read_text())
+    assert line["experts"]["router"] == {"entropy": 0.5, "share": [[1.0, 0.0]], "mean_gate": None}
+    events = EventAccumulator(str(paths[1]))
+    events.Reload()
+    assert sorted(events.Tags()["scalars"]) == ["experts/router/entropy", "experts/router/mean_gate"]

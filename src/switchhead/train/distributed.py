@@ -7,6 +7,7 @@ for; gradients and sharded weights are the business of PyTorch's DDP and FSDP2.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import warnings
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
+from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
@@ -143,6 +145,7 @@ ALONE = World()
 # Process groups for as long as the process lives: if the last to let go of one is DDP, the interpreter waits, holding
 # its lock, for a thread of the group that may need that lock.
 _KEPT: list[object] = []
+_TRAININGS = itertools.count()
 
 
 @contextlib.contextmanager
@@ -160,7 +163,10 @@ def join_world(device: torch.device) -> Iterator[World]:
     if (place := world.place(device)).type == "cuda":
         torch.cuda.set_device(place)
     try:
-        dist.init_process_group(backend, timeout=TIMEOUT)
+        # Every training of a process meets under keys of its own; an earlier one's name sockets that are closed.
+        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(f"training-{next(_TRAININGS)}", store)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
         _KEPT.append(dist.group.WORLD)
         yield world
     except RuntimeError as error:

@@ -119,18 +119,21 @@ class Trainer:
             losses.append(_cross_entropy(output) * part.share)
             auxiliary.append({name: value.detach() * part.share for name, value in (output.aux_losses or {}).items()})
             memory.append(output.memory if part.share else None)
-        norm = self._clip_gradients()
+        norm = self._unscaled_norm()
         self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
         names = list(auxiliary[0])
         sums = [_sum(losses), norm, *(_sum([part[name] for part in auxiliary]) for name in names)]
-        loss, norm, *others = torch.stack(sums).tolist()  # the only wait for the device
+        loss, norm_value, *others = torch.stack(sums).tolist()  # the only wait for the device
         loss, *others = self.world.sum([loss, *others])
-        finite = math.isfinite(loss) and math.isfinite(norm)
+        finite = math.isfinite(loss) and math.isfinite(norm_value)
         overflowed = math.isfinite(loss) and self.loss_scale.overflowed(finite=finite)
         if not finite and not overflowed:
-            self._skip_or_raise(loss, norm, random)
+            self._skip_or_raise(loss, norm_value, random)
         learning_rate = learning_rate_at(self.step + 1, self.training)
         if finite:
+            if self.training.grad_clip is not None:
+                parameters = self.model.parameters()
+                torch.nn.utils.clip_grads_with_norm_(parameters, self.training.grad_clip, norm)
             for group in self.optimizer.param_groups:
                 group["lr"] = learning_rate
             self.optimizer.step()
@@ -142,7 +145,7 @@ class Trainer:
         return StepMetrics(
             loss=loss,
             learning_rate=learning_rate,
-            gradient_norm=norm,
+            gradient_norm=norm_value,
             seconds=time.perf_counter() - start,
             auxiliary_losses=dict(zip(names, others, strict=True)),
             loss_scale=used_scale,
@@ -240,15 +243,13 @@ class Trainer:
         with self.autocast():
             self.model(**self._take(self.next_batch)[index].arguments, memory=self.memory[index])
 
-    def _clip_gradients(self) -> Tensor:
-        """Undo the loss scale and clip; the norm before, over all ranks."""
-        parameters = list(self.model.parameters())
+    def _unscaled_norm(self) -> Tensor:
+        """Undo the loss scale; the norm of the gradient, over all shards."""
+        gradients = [parameter.grad for parameter in self.model.parameters() if parameter.grad is not None]
         if self.loss_scale.scale != 1:
-            for parameter in parameters:
-                if parameter.grad is not None:
-                    parameter.grad.mul_(1 / self.loss_scale.scale)
-        norm = torch.nn.utils.clip_grad_norm_(parameters, self.training.grad_clip or math.inf)
-        return whole(norm).to(self.device)
+            for gradient in gradients:
+                gradient.mul_(1 / self.loss_scale.scale)
+        return whole(torch.nn.utils.get_total_norm(gradients)).to(self.device)
 
     def _skip_or_raise(self, loss: float, gradient_norm: float, random: Sequence[Tensor]) -> None:
         name, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", gradient_norm)

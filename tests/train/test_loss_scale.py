@@ -1,0 +1,36 @@
+from switchhead.train.loss_scale import GROWTH_INTERVAL, LossScale
+
+
+def test_only_float16_scales():
+    for dtype in ("float32", "bfloat16"):
+        scale = LossScale.of(dtype)
+        assert not scale.overflowed(finite=False)
+        for finite in (True, False):
+            scale.update(finite=finite)
+        assert scale.scale == 1
+
+
+def test_the_scale_halves_at_once_and_doubles_after_many_finite_steps():
+    scale = LossScale.of("float16")
+    first = scale.scale
+    assert scale.overflowed(finite=False)
+    assert not scale.overflowed(finite=True)
+    scale.update(finite=False)
+    assert scale.scale == first / 2
+    for _ in range(GROWTH_INTERVAL - 1):
+        scale.update(finite=True)
+    assert scale.scale == first / 2
+    copy = LossScale.of("float16")
+    copy.restore(scale.state())
+    copy.update(finite=True)
+    assert copy.scale == first
+    scale.update(finite=False)  # starts counting anew
+    scale.update(finite=True)
+    assert scale.scale == first / 4
+
+
+def test_a_gradient_that_overflows_unscaled_is_no_fault_of_the_scale():
+    scale = LossScale(scale=2.0, grows=True)
+    scale.update(finite=False)
+    assert scale.scale == 1
+    assert not scale.overflowed(finite=False)
