@@ -184,4 +184,4 @@ def _bytes(number: float) -> str:
 
 
 def _percent(ratio: float) -> str:
-    return f"{100 * ratio:.1f}"
+    return f"{round(100 * ratio, 9):.1f}"  # 0.2875 is 28.8, though 100 times the nearest float is a little less

@@ -94,6 +94,10 @@ def ablate(
 
 
 def _show(report: Report, out: Path, *, as_json: bool) -> None:
+    from switchhead.search.report import speaks_for_all
+
+    if not speaks_for_all():
+        return
     if as_json:
         print_json({**dataclasses.asdict(report), "pareto_front": report.pareto_front})
         return

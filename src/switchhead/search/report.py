@@ -78,13 +78,18 @@ def describe(
     )
 
 
+def speaks_for_all() -> bool:
+    """Whether this is the first of the processes that `torchrun` started, or the only one."""
+    return os.environ.get("RANK", "0") == "0"
+
+
 def write_report(report: Report, out: Path) -> None:
-    """Write `report.json`, `report.md` and `pareto.png`; in a process group the first process does.
+    """Write `report.json`, `report.md` and `pareto.png`; with several processes the first one does.
 
     Raises:
         RunError: they cannot be written.
     """
-    if os.environ.get("RANK", "0") != "0":
+    if not speaks_for_all():
         return
     content = {**dataclasses.asdict(report), "pareto_front": report.pareto_front}
     try:
