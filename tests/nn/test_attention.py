@@ -21,7 +21,6 @@ LAYERS = {
     "gqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=2), **o}),
     "switchhead-qk-norm": lambda **o: LAYERS["switchhead"](**{"qk_norm": True, **o}),
     "moa": lambda **o: MoAAttention(**{**dict(d_model=12, n_heads=3, n_experts=5, d_head=7), **o}),
-    "moa-qk-norm": lambda **o: LAYERS["moa"](**{"qk_norm": True, **o}),
     "head-gating": lambda **o: HeadGatedAttention(**{**dict(d_model=12, n_heads=4, d_head=7, k=2), **o}),
     "mqa": lambda **o: MultiHeadAttention(**{**dict(d_model=12, n_heads=4, d_head=7, n_kv_heads=1), **o}),
 }
@@ -347,7 +346,14 @@ def test_widths_padded_inside_change_nothing(make, positions, monkeypatch):
     module, x, memory = make(positions=positions).double(), inputs().requires_grad_(), inputs()
     tensors = [x, *module.parameters()]
     plain = module(x, memory=memory)
-    for name in ("ops.attention", "nn.projections", "nn.switchhead", "nn.multihead", "nn.moa"):  # as on a GPU
+    for name in (
+        "ops.attention",
+        "ops.inputs",
+        "nn.projections",
+        "nn.switchhead",
+        "nn.multihead",
+        "nn.moa",
+    ):  # as on a GPU
         monkeypatch.setattr(f"switchhead.{name}.aligned_width", lambda width, device: -(-width // 16) * 16)
     padded = module(x, memory=memory)
     assert padded.shape == plain.shape

@@ -44,7 +44,7 @@ def test_sigma_moe(k, dtype, tolerance):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("kind", ["switchhead", "moa-qk-norm", "head-gating"])
+@pytest.mark.parametrize("kind", ["switchhead", "switchhead-qk-norm", "moa", "head-gating"])
 def test_compiled_layers_equal_eager_ones(kind):
     torch.compiler.reset()
     module, x = LAYERS[kind](positions="rotary").cuda(), torch.randn(2, 33, 12, device="cuda")
