@@ -3,10 +3,12 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from switchhead.data import load_tokens
 from switchhead.errors import DataError
 from switchhead.eval import Evaluation, evaluate, score_tokens
+from tests.eval.conftest import NextToken
 
 TEXT = "It is a truth universally acknowledged, that a 2-head model — in want of a table."  # odd length, not ASCII
 MEMORY = {"positions": "relative", "memory_length": 8}
@@ -40,6 +42,55 @@ def test_windows_score_every_token_once(make_model, vocabulary, text, batch_size
     assert score.tokens == score.bytes == len(TEXT.encode())
     assert score.loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
     assert score.perplexity == pytest.approx(math.exp(score.loss))
+
+
+@pytest.mark.parametrize("batch_size", [1, 3, None])
+@pytest.mark.parametrize(("chunk_length", "stride"), [(8, 1), (8, 3), (8, 8), (30, 7), (1000, 1)])
+def test_overlapping_windows_score_every_token_once(make_model, vocabulary, text, batch_size, chunk_length, stride):
+    model = make_model()
+    tokens = load_tokens(text, vocabulary)
+
+    def first_seen(i):  # of the first window that scores token i
+        return max(0, math.ceil((i - chunk_length) / stride)) * stride
+
+    expected = losses_one_by_one(model, tokens, first_seen)
+    score = evaluate(model, vocabulary, text, chunk_length=chunk_length, stride=stride, batch_size=batch_size)
+    assert score.tokens == len(TEXT.encode())
+    assert score.loss == pytest.approx(sum(expected) / len(expected), rel=1e-9)
+
+
+def test_the_batch_size_changes_nothing_in_float32(make_model, vocabulary, text):
+    model = make_model().float()
+    losses = [evaluate(model, vocabulary, text, batch_size=n).loss for n in (1, 2, 5, 64)]
+    assert losses == pytest.approx([losses[0]] * 4, rel=1e-6)
+
+
+def test_words_count_line_ends_and_characters_are_not_bytes(make_model, vocabulary, tmp_path):
+    (tmp_path / "text").write_text(" = Été = \n\n Two words \n")
+    score = evaluate(make_model(), vocabulary, f"text:{tmp_path / 'text'}")
+    assert (score.words, score.characters, score.bytes) == (5 + 3, 23, 25)
+    assert score.word_perplexity == pytest.approx(math.exp(score.loss * 25 / 8))
+    assert score.bits_per_character == pytest.approx(score.loss * 25 / 23 / math.log(2))
+
+
+def test_the_standard_error_is_that_of_independent_chunks(uniform, vocabulary, text):
+    assert evaluate(uniform, vocabulary, text, chunk_length=5).standard_error == pytest.approx(0, abs=1e-12)
+    assert evaluate(uniform, vocabulary, text, chunk_length=1000).standard_error is None
+
+    def log_probabilities(tokens):  # a space costs 2 nats, anything else none
+        return [-2.0 if token == ord(" ") else 0.0 for token in range(257)]
+
+    losses = torch.tensor([2.0 if byte == ord(" ") else 0.0 for byte in TEXT.encode()], dtype=torch.float64)
+    losses += math.log(256 + math.exp(-2))
+    score = evaluate(NextToken(257, log_probabilities), vocabulary, text, chunk_length=1)
+    assert score.standard_error == pytest.approx((losses.std() / math.sqrt(len(losses))).item())
+
+
+def test_models_of_others_are_scored_by_the_same_windows(vocabulary, text):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=8, n_layer=1, n_head=2)).double().eval()
+    tokens = load_tokens(text, vocabulary)
+    expected = losses_one_by_one(model, tokens, lambda i: (i - 1) // 16 * 16)
+    assert evaluate(model, vocabulary, text).loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
 
 
 def test_the_trained_chunk_length_is_the_default(make_model, vocabulary, text):
@@ -89,6 +140,19 @@ def test_evaluation_leaves_dropout_and_random_numbers_alone(make_model, vocabula
     assert evaluate(model, vocabulary, text) == quiet
     assert model.training
     assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize(
+    ("kind", "settings", "message"),
+    [
+        ({}, {"stride": 9}, "stride is 9; it must be at most chunk_length=8"),
+        ({}, {"stride": 0}, "stride is 0"),
+        (MEMORY, {"stride": 4}, "stride is 4, but a model with memory"),
+    ],
+)
+def test_a_stride_that_cannot_be_is_named(make_model, vocabulary, text, kind, settings, message):
+    with pytest.raises(ValueError, match=message):
+        evaluate(make_model(**kind), vocabulary, text, **settings)
 
 
 def test_a_hopeless_loss_has_infinite_perplexity():

@@ -90,7 +90,7 @@ def _text(language_model: LanguageModel, results: list[TaskResult]) -> str:
     step = "" if language_model.step is None else f" at step {language_model.step}"
     lines = [
         f"{language_model.name}{step}, weights {language_model.sha256[:12]}",
-        table(["task", "score", "value", "error", "examples"], _rows(results), right_aligned=(2, 3, 4)),
+        table(["task", "score", "value", "std. error", "examples"], _rows(results), right_aligned=(2, 3, 4)),
     ]
     lines += [
         f"{result.task}: {result.cut:,} of {result.examples:,} contexts were cut on the left to fit the model"
@@ -107,8 +107,12 @@ def _rows(results: list[TaskResult]) -> Iterator[list[str]]:
             if len(scores) <= 20:  # the 67 paradigms of BLiMP are in the JSON
                 figures |= {f"accuracy, {group} {name}": score for name, score in scores.items()}
         for name, score in figures.items():
-            error = "" if score.standard_error is None else f"{score.standard_error:.4f}"
-            yield [result.task, name.replace("_", " "), f"{score.value:.4f}", error, f"{result.examples:,}"]
+            error = "" if score.standard_error is None else _figure(score.standard_error)
+            yield [result.task, name.replace("_", " "), _figure(score.value), error, f"{result.examples:,}"]
+
+
+def _figure(value: float) -> str:
+    return f"{value:.4f}" if value < 10000 else f"{value:.4g}"
 
 
 def scores(result: Any) -> dict[str, float | int]:

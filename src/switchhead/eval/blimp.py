@@ -42,7 +42,7 @@ def parse(record: Record) -> MinimalPair:
         bad=record.text("sentence_bad"),
         paradigm=record.text("paradigm", "UID"),
         term=record.text("linguistics_term"),
-        field=record.text("field"),
+        field=record.text("field").replace("/", "_"),  # the authors write syntax_semantics both ways
         place=record.place,
     )
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,9 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from switchhead.data import TokenArray, Vocabulary, load_tokens, open_corpus
+from switchhead.data import TokenArray, Vocabulary, load_tokens
 from switchhead.data.vocabulary import documents_of
-from switchhead.errors import DataError
 from switchhead.eval import reading
 from switchhead.eval.reading import evaluating, memory_length
 
@@ -92,24 +90,8 @@ def evaluate(
     """
     chunk_length = reading.chunk_length(model) if chunk_length is None else chunk_length
     batch_size = default_batch_size(model, chunk_length) if batch_size is None else batch_size
-    text = load_text(data, vocabulary)
+    text = load_tokens(data, vocabulary)
     return score_text(model, vocabulary, text, chunk_length=chunk_length, stride=stride, batch_size=batch_size)
-
-
-def load_text(data: str, vocabulary: Vocabulary) -> TokenArray:
-    """The tokens of a text to be scored: of a source, or the validation part of a prepared directory.
-
-    Raises:
-        DataError: it cannot be read, or a directory was prepared for another vocabulary.
-    """
-    if not Path(data).is_dir():
-        return load_tokens(data, vocabulary)
-    corpus = open_corpus(data, validation_fraction=0.05)  # of those that were prepared without a validation part
-    if corpus.vocabulary.fingerprint != vocabulary.fingerprint:
-        raise DataError(
-            f"{data} was prepared for another vocabulary than the model's: score the text that it came from"
-        )
-    return corpus.validation
 
 
 def default_batch_size(model: PreTrainedModel, chunk_length: int) -> int:

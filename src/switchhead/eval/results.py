@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -84,29 +85,23 @@ def write_results(content: Mapping[str, Any], *, out: Path | None, run: Path | N
     """
     if out is None and run is None:
         return None
-    text = json.dumps(content, indent=2) + "\n"
     try:
-        if out is not None:
-            return _write_new(out, text)
-        directory = Path(run or "") / "eval"
-        directory.mkdir(exist_ok=True)
-        tasks = "+".join(dict.fromkeys(result["task"] for result in content["results"]))
-        name, number = f"step-{content['step']}-{tasks}", 1
-        while True:
-            try:
-                return _write_new(directory / (f"{name}.json" if number == 1 else f"{name}-{number}.json"), text)
-            except FileExistsError:
-                number += 1
-    except FileExistsError as error:
-        raise RunError(f"{out} exists, and results are not overwritten: choose another --out") from error
+        for path in [out] if out is not None else _names(Path(run or "") / "eval", content):
+            if not path.exists():
+                with path.open("x", encoding="utf-8") as file:
+                    file.write(json.dumps(content, indent=2) + "\n")
+                return path
     except OSError as error:
         raise RunError(f"cannot write results to {error.filename}: {error.strerror}") from error
+    raise RunError(f"{out} exists, and results are not overwritten: choose another --out")
 
 
-def _write_new(path: Path, text: str) -> Path:
-    with path.open("x", encoding="utf-8") as file:
-        file.write(text)
-    return path
+def _names(directory: Path, content: Mapping[str, Any]) -> Iterator[Path]:
+    """Names for a run's results, in a directory that is made if it is missing."""
+    directory.mkdir(exist_ok=True)
+    tasks = "+".join(dict.fromkeys(result["task"] for result in content["results"]))
+    yield directory / f"step-{content['step']}-{tasks}.json"
+    yield from (directory / f"step-{content['step']}-{tasks}-{number}.json" for number in count(2))
 
 
 def _finite(value: Any) -> Any:

@@ -11,12 +11,13 @@ from typing import Literal
 
 import torch
 
+from switchhead.data import load_tokens
 from switchhead.eval import reading
 from switchhead.eval.blimp import evaluate_blimp
 from switchhead.eval.cbt import evaluate_cbt
 from switchhead.eval.lambada import evaluate_lambada, forms
 from switchhead.eval.language_model import LanguageModel
-from switchhead.eval.perplexity import Evaluation, default_batch_size, load_text, score_text
+from switchhead.eval.perplexity import Evaluation, default_batch_size, score_text
 from switchhead.eval.results import Score, TaskResult, exponential
 
 PERPLEXITY_VERSION = 1
@@ -80,7 +81,7 @@ def _results(language_model: LanguageModel, tasks: Sequence[str], settings: Sett
 def _perplexity(language_model: LanguageModel, settings: Settings) -> Iterator[TaskResult]:
     model, vocabulary = language_model.model, language_model.vocabulary
     assert settings.data is not None
-    text = load_text(settings.data, vocabulary)
+    text = load_tokens(settings.data, vocabulary)
     chunk_length = settings.chunk_length or reading.chunk_length(model)
     batch_size = settings.batch_size or default_batch_size(model, chunk_length)
     score = score_text(

@@ -1,0 +1,133 @@
+import pytest
+import torch
+
+from switchhead.data import ByteSubsetVocabulary
+from switchhead.eval import Request, encode_request, score_continuations
+
+TEXTS = [("", "a"), ("", "ab"), ("It was", " a dark night"), ("It was", " a dog"), ("One", " word"), ("It was a", " d")]
+KINDS = [
+    {},
+    {"attention": "mha", "num_experts": None},
+    {"positions": "relative", "memory_length": 8, "max_position_embeddings": 8},
+]
+
+
+@torch.no_grad()
+def one_by_one(model, request):
+    """Log-likelihood and greedy match, each token by a forward over all that comes before it."""
+    tokens = [*request.context, *request.continuation]
+    total, greedy = 0.0, True
+    for i in range(len(request.context), len(tokens)):
+        scores = model(torch.tensor([tokens[:i]])).logits[0, -1].log_softmax(-1)
+        total += scores[tokens[i]].item()
+        greedy &= int(scores.argmax()) == tokens[i]
+    return total, greedy
+
+
+@pytest.mark.parametrize("kind", KINDS[:2], ids=["switchhead", "mha"])
+@pytest.mark.parametrize("batch_size", [1, 4, None])
+def test_likelihoods_are_those_of_one_forward_a_token(make_model, vocabulary, kind, batch_size):
+    model = make_model(**{"max_position_embeddings": 64, **kind})
+    requests = [encode_request(vocabulary, *text) for text in TEXTS]
+    found = score_continuations(model, requests, batch_size=batch_size)
+    for request, likelihood in zip(requests, found, strict=True):
+        expected, greedy = one_by_one(model, request)
+        assert likelihood.log_likelihood == pytest.approx(expected, rel=1e-9)
+        assert (likelihood.greedy, likelihood.cut) == (greedy, 0)
+
+
+@torch.no_grad()
+def test_transformer_xl_reads_contexts_of_any_length_chunk_by_chunk(make_model, vocabulary):
+    model = make_model(**KINDS[2])
+    requests = [encode_request(vocabulary, "Once upon a time " * n, " there was") for n in (3, 1, 5)]
+    for request, likelihood in zip(requests, score_continuations(model, requests), strict=True):
+        tokens = torch.tensor([[*request.context, *request.continuation]])
+        memory, scores = None, []
+        for chunk in tokens[:, :-1].split(8, dim=1):
+            output = model(chunk, memory=memory)
+            memory = output.memory
+            scores.append(output.logits.log_softmax(-1))
+        n = len(request.continuation)
+        expected = torch.cat(scores, dim=1)[0, -n:].gather(1, tokens[0, -n:, None]).sum().item()
+        assert likelihood.log_likelihood == pytest.approx(expected, rel=1e-9)
+        assert likelihood.cut == 0
+
+
+def test_the_greedy_continuation_is_known_as_such(make_model, vocabulary):
+    model = make_model(max_position_embeddings=64)
+    context = [vocabulary.beginning, *b"Once"]
+    ids = list(context)
+    with torch.no_grad():
+        for _ in range(3):
+            ids.append(int(model(torch.tensor([ids])).logits[0, -1].argmax()))
+    greedy, other = ids[len(context) :], [*ids[len(context) : -1], (ids[-1] + 1) % 256]
+    found = score_continuations(
+        model, [Request(context, greedy), Request(context, other), Request(context, greedy[:1])]
+    )
+    assert [likelihood.greedy for likelihood in found] == [True, False, True]
+
+
+def test_texts_that_differ_in_their_end_are_read_once(make_model, vocabulary):
+    model = make_model(max_position_embeddings=64)
+    read = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: read.append(kwargs["input_ids"]), with_kwargs=True)
+    texts = ["The cat sat", "The cat sit", "The cat", "A dog"]
+    score_continuations(model, [encode_request(vocabulary, "", text) for text in texts])
+    (inputs,) = read
+    assert len(inputs) == 3  # "The cat sa", "The cat si", "A do"
+
+
+def test_contexts_that_are_too_long_are_cut_on_the_left_and_counted(make_model, vocabulary):
+    model = make_model(max_position_embeddings=8)
+    request = encode_request(vocabulary, "0123456789", " ab")
+    (likelihood,) = score_continuations(model, [request])
+    assert likelihood.cut == 5  # 1 + 10 + 3 tokens: 13 inputs, of which the model reads 8
+    short = Request(request.context[5:], request.continuation)
+    assert likelihood.log_likelihood == pytest.approx(one_by_one(model, short)[0])
+
+
+def test_a_continuation_longer_than_the_model_is_an_error(make_model, vocabulary):
+    with pytest.raises(ValueError, match="a continuation of 9 tokens does not fit a model that reads 8"):
+        score_continuations(make_model(), [encode_request(vocabulary, "", "123456789")])
+
+
+def test_requests_are_behind_the_beginning_token_and_take_spaces_into_the_continuation(vocabulary):
+    assert encode_request(vocabulary, "ab ", "c") == ([256, *b"ab"], [*b" c"])
+    assert encode_request(vocabulary, "", "ab") == ([256], [*b"ab"])
+
+
+def test_without_a_beginning_token_the_first_token_is_context():
+    bytes_of_text = ByteSubsetVocabulary(b"abc")
+    assert encode_request(bytes_of_text, "", "cab") == ([2], [0, 1])
+    assert encode_request(bytes_of_text, "c", "ab") == ([2], [0, 1])
+    with pytest.raises(ValueError, match="'c' tokenises to nothing that could be scored"):
+        encode_request(bytes_of_text, "", "c")
+
+
+class MergingVocabulary:
+    """Letters, and one token for "bc"."""
+
+    beginning = None
+
+    def encode(self, text):
+        ids = [100 if piece == "*" else ord(piece) for piece in text.replace("bc", "*")]
+        return torch.tensor(ids).numpy()
+
+
+def test_a_token_across_the_border_belongs_to_the_continuation():
+    assert encode_request(MergingVocabulary(), "ab", "cd") == ([ord("a")], [100, ord("d")])
+
+
+def test_scoring_leaves_the_models_mode_and_random_numbers_alone(make_model, vocabulary):
+    model = make_model(dropout=0.5, max_position_embeddings=64).train()
+    state = torch.get_rng_state()
+    request = encode_request(vocabulary, "It was", " here")
+    assert score_continuations(model, [request]) == score_continuations(model, [request])
+    assert model.training
+    assert torch.equal(torch.get_rng_state(), state)
+
+
+@pytest.mark.parametrize("setting", ["batch_size", "chunk_length"])
+def test_a_setting_below_one_is_named(make_model, vocabulary, setting):
+    with pytest.raises(ValueError, match=f"{setting} is 0"):
+        score_continuations(make_model(), [encode_request(vocabulary, "", "a")], **{setting: 0})
