@@ -1,4 +1,7 @@
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 
@@ -28,6 +31,25 @@ def test_a_search_is_printed_and_goes_on_with_the_same_command_and_resume(capsys
     assert report["chosen"] == "tiny-dense-h2-e4-k2"
     assert report["steps"] == 1
     assert len(report["trials"]) == 2
+
+
+@pytest.mark.slow
+def test_several_processes_train_one_model_after_the_other_and_speak_once(tmp_path, text):
+    out = tmp_path / "out"
+    ranks = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
+    command = ["switchhead", "search", "tiny-dense", "--data", text, "--out", str(out), "--tolerance", "10"]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
+    finished = subprocess.run(
+        [sys.executable, *ranks, *command, *SHORT, "--json"],
+        env=environment,
+        stdout=subprocess.PIPE,
+        text=True,
+        timeout=240,
+        check=True,
+    )
+    report = json.loads(finished.stdout)  # of one process: two would be no JSON
+    assert [trial["name"] for trial in report["trials"]] == ["tiny-dense", "tiny-dense-h2-e4-k2"]
+    assert json.loads((out / "report.json").read_text()) == report
 
 
 @pytest.mark.parametrize(
