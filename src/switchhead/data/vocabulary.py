@@ -207,6 +207,11 @@ def fingerprint_of(content: Mapping[str, Any]) -> str:
 
 
 def write_vocabulary(directory: Path, content: Mapping[str, Any]) -> None:
-    """Write `vocabulary.json` into a directory that is made if it is missing."""
+    """Write `vocabulary.json`, whole or not at all, into a directory that is made if it is missing.
+
+    It comes after any other file of a vocabulary: where it is, all of them are.
+    """
     directory.mkdir(exist_ok=True)
-    (directory / FILE_NAME).write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary = directory / f"{FILE_NAME}.tmp"
+    temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    temporary.rename(directory / FILE_NAME)

@@ -11,7 +11,8 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from switchhead.data import Vocabulary, load_vocabulary
+from switchhead.data import TokenizerVocabulary, Vocabulary, load_vocabulary
+from switchhead.data.vocabulary import FILE_NAME
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import FORMAT, RunDirectory, identity_of, open_run, package_versions
@@ -57,7 +58,7 @@ def create_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) ->
         if found := [entry.name for entry in path.iterdir() if not entry.name.endswith(TEMPORARY)]:
             raise RunError(f"{path} is not empty (it holds {found[0]!r}): choose another directory")
         run = _write_config(path, config)
-        vocabulary.save(run.tokenizer)
+        _save_vocabulary(run, vocabulary)
     except OSError as error:
         raise RunError(f"cannot create run directory {path}: {error.strerror}") from error
     return run
@@ -88,10 +89,10 @@ def reopen_run(
             f"{path} holds a run with another configuration: {'; '.join(differences)}. "
             "Resume it as it was, or with --allow-changes"
         )
-    if run.tokenizer.exists():
+    if (run.tokenizer / FILE_NAME).exists():
         load_vocabulary(run.tokenizer, size=vocabulary.size)
     else:  # killed right after its creation
-        vocabulary.save(run.tokenizer)
+        _save_vocabulary(run, vocabulary)
     if run.config["versions"] != config["versions"]:
         changes = _differences(run.config["versions"], config["versions"])
         logger.warning("losses may differ in the last digits from an uninterrupted run: %s", "; ".join(changes))
@@ -103,6 +104,12 @@ def reopen_run(
         except OSError as error:
             raise RunError(f"cannot write {path / 'config.json'}: {error.strerror}") from error
     return run
+
+
+def _save_vocabulary(run: RunDirectory, vocabulary: Vocabulary) -> None:
+    if isinstance(vocabulary, TokenizerVocabulary):
+        vocabulary.tokenizer.save_pretrained(run.path)  # for AutoTokenizer.from_pretrained(run)
+    vocabulary.save(run.tokenizer)
 
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> RunDirectory:
