@@ -1,7 +1,10 @@
 """Several processes train what one does, whatever becomes of one of them."""
 
 import json
+import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -84,6 +87,17 @@ def test_a_killed_rank_ends_the_job_with_a_clear_error_and_fewer_ranks_go_on(zyg
     answers = zygote.train_on_ranks(tmp_path, ranks=2, resume=True, **order)
     assert answers == [{"status": 0, "step": 8, "finished": True}] * 2
     assert len(measured(tmp_path, "loss")) == 8
+
+
+@pytest.mark.slow
+def test_processes_of_torchrun_train_one_run_and_speak_once(zygote, tmp_path):
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "switchhead"]
+    settings = ["--steps", "2", "--batch-size", "2", "--chunk-length", "8", "--device", "cpu", "--json"]
+    command = [*torchrun, "train", "tiny-dense", "--data", zygote.data, "--out", str(tmp_path / "run"), *settings]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
+    assert json.loads(done.stdout)["finished"]
+    assert len(measured(tmp_path / "run", "loss")) == 2
 
 
 def test_a_failure_of_the_first_rank_ends_the_others(zygote, tmp_path):

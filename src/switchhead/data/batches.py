@@ -126,9 +126,14 @@ def _window_starts(seed: int, epoch: int, n_windows: int, chunk_length: int) -> 
 
 
 def _chunks_at(tokens: TokenArray, starts: np.ndarray, chunk_length: int) -> Batch:
-    positions = (starts[:, None] + np.arange(chunk_length + 1)) % len(tokens)  # [batch, chunk + 1]
-    chunks = torch.from_numpy(tokens[positions].astype(np.int64))
-    return Batch(chunks[:, :-1].contiguous(), chunks[:, 1:].contiguous())
+    chunks = np.empty((len(starts), chunk_length + 1), dtype=np.int64)
+    for row, start in enumerate(starts % len(tokens)):
+        if start + chunk_length < len(tokens):
+            chunks[row] = tokens[start : start + chunk_length + 1]
+        else:  # around the end
+            chunks[row] = tokens[(start + np.arange(chunk_length + 1)) % len(tokens)]
+    both = torch.from_numpy(chunks)
+    return Batch(both[:, :-1].contiguous(), both[:, 1:].contiguous())
 
 
 def _positions(batch: Batch, beginning: int) -> Tensor:

@@ -172,9 +172,10 @@ def join_world(device: torch.device) -> Iterator[World]:
     except RuntimeError as error:
         if not _is_lost_connection(error):
             raise
+        fact = str(error).splitlines()[0].split(". ")[0]  # gloo and NCCL add advice
         raise TrainingError(
-            f"rank {world.rank} of {world.size} lost another rank ({str(error).splitlines()[0]}): its own message or "
-            "torchrun's says why. --resume goes on from the last checkpoint, on any number of ranks"
+            f"rank {world.rank} of {world.size} lost another rank ({fact}): its own message or torchrun's says why. "
+            "--resume goes on from the last checkpoint, on any number of ranks"
         ) from error
     finally:
         if dist.is_initialized():
