@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import takewhile
+from itertools import chain, takewhile
 from typing import NamedTuple
 
 import numpy as np
@@ -101,11 +101,6 @@ class _Row:
     inputs: tuple[int, ...]
     targets: list[tuple[int, int, Sequence[int]]]
 
-    @property
-    def first(self) -> int:
-        """The first position whose prediction is needed."""
-        return min(first for _, first, _ in self.targets)
-
 
 def _rows(requests: Sequence[Request], limit: int | None) -> tuple[list[_Row], list[int]]:
     """What must be read for the requests, each input once; and how many tokens each request lost."""
@@ -148,22 +143,26 @@ def _score_batch(
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """For every target token: its request, its log-likelihood, and whether it is the likeliest token."""
     length = len(batch[0].inputs)
-    inputs = torch.zeros(len(batch), length, dtype=torch.long)  # padded on the right, where nothing looks
-    index: list[tuple[int, int, int, int]] = []
-    for number, row in enumerate(batch):
-        inputs[number, : len(row.inputs)] = torch.tensor(row.inputs)
-        for request, first, tokens in row.targets:
-            index += ((number, first + i, token, request) for i, token in enumerate(tokens))
-    keep = length - min(row.first for row in batch)
-    logits = read(model, inputs.to(model.device), keep=keep, length=chunk_length)
-    rows, positions, tokens, owner = torch.tensor(index).T
-    values, matches = _select(logits, rows, positions - (length - keep), tokens)
-    return owner.numpy(), values, matches
+    inputs = np.zeros((len(batch), length), dtype=np.int64)  # padded on the right, where nothing looks
+    inputs[np.arange(length) < np.array([[len(row.inputs)] for row in batch])] = _flat(row.inputs for row in batch)
+    targets = [(number, *target) for number, row in enumerate(batch) for target in row.targets]
+    keep = length - min(first for _, _, first, _ in targets)
+    logits = read(model, torch.from_numpy(inputs).to(model.device), keep=keep, length=chunk_length)
+    counts = np.array([len(tokens) for *_, tokens in targets])
+    within = np.arange(counts.sum()) - np.repeat(counts.cumsum() - counts, counts)  # place of a token in its target
+    rows, owner, first = (np.repeat([target[i] for target in targets], counts) for i in range(3))
+    values, matches = _select(logits, rows, first + within - (length - keep), _flat(tokens for *_, tokens in targets))
+    return owner, values, matches
 
 
-def _select(logits: Tensor, rows: Tensor, positions: Tensor, tokens: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _flat(sequences: Iterable[Sequence[int]]) -> np.ndarray:
+    return np.fromiter(chain.from_iterable(sequences), dtype=np.int64)
+
+
+def _select(logits: Tensor, *index: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Log-likelihoods of tokens at `(row, position, token)`, and whether each is the likeliest there."""
     logits = logits if logits.dtype == torch.float64 else logits.float()
-    rows, positions, tokens = (index.to(logits.device) for index in (rows, positions, tokens))
+    rows, positions, tokens = (torch.from_numpy(i).to(logits.device) for i in index)
     values = logits[rows, positions, tokens] - logits.logsumexp(dim=-1)[rows, positions]
     matches = logits.argmax(dim=-1)[rows, positions] == tokens
     return values.double().cpu().numpy(), matches.cpu().numpy()
