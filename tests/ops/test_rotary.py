@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from switchhead.ops.rotary import rotary_table
+from switchhead.ops.rotary import _rotary_table, rotary_table
 
 
 def test_angles_are_positions_times_geometric_frequencies():
@@ -16,4 +16,4 @@ def test_angles_are_positions_times_geometric_frequencies():
     "positions", [torch.arange(5), torch.arange(6).view(3, 2).mT, torch.arange(4).expand(2, 4), torch.empty(0)]
 )
 def test_what_a_compiler_is_told_holds_for_positions_of_any_strides(positions, half):
-    torch.library.opcheck(rotary_table, (positions, half, 10000.0, torch.float32))
+    torch.library.opcheck(_rotary_table, (positions, half, 10000.0, torch.float32))

@@ -132,6 +132,22 @@ def merge_heads(y: Float[Tensor, "batch heads T d"]) -> Float[Tensor, "tokens he
     return y.transpose(1, 2).flatten(0, 1)
 
 
+def query_positions(
+    x: Float[Tensor, "batch T d"], position_ids: Int[Tensor, "*batch T"] | None, *, cached: bool, first: int = 0
+) -> Int[Tensor, "*batch T"]:
+    """Where the queries made of x stand: from `first` on, unless the caller says."""
+    batch, length = x.shape[:2]
+    if position_ids is None:
+        if cached:
+            raise ValueError("rotary positions with a cache need position_ids: where the new tokens stand is not known")
+        return torch.arange(first, first + length, device=x.device)
+    if position_ids.shape not in ((length,), (1, length), (batch, length)):
+        raise ValueError(
+            f"position_ids must be [{length}] or [{batch} or 1, {length}]; got {tuple(position_ids.shape)}"
+        )
+    return position_ids
+
+
 def _rotate(
     q: Tensor,
     k: Tensor,
@@ -146,16 +162,9 @@ def _rotate(
 
     Widths may be padded beyond d_head, which says how many channels rotate.
     """
-    batch, n_queries, n_keys = q.shape[0], q.shape[-2], k.shape[-2]
-    if position_ids is None:
-        if cached:
-            raise ValueError("rotary positions with a cache need position_ids: where the new tokens stand is not known")
-        first = 0 if crossed else n_keys - n_queries
-        position_ids = torch.arange(first, first + n_queries, device=q.device)
-    elif position_ids.shape not in ((n_queries,), (1, n_queries), (batch, n_queries)):
-        raise ValueError(
-            f"position_ids must be [{n_queries}] or [{batch} or 1, {n_queries}]; got {tuple(position_ids.shape)}"
-        )
+    n_queries, n_keys = q.shape[-2], k.shape[-2]
+    first = 0 if crossed else n_keys - n_queries
+    position_ids = query_positions(q[:, 0], position_ids, cached=cached, first=first)
     q_table = rotary.table(position_ids, d_head, q.dtype)
     if crossed:
         k_table = rotary.table(torch.arange(n_keys, device=k.device), d_head, k.dtype)

@@ -10,7 +10,7 @@ from jaxtyping import Float, Int
 from torch import Tensor
 
 from switchhead.ops.dtypes import at_least_float32
-from switchhead.ops.rotary import rotary_table
+from switchhead.ops.rotary import rotary_table, rotate
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -47,11 +47,7 @@ class Rotary:
         self, x: Float[Tensor, "batch heads T d_head"], table: tuple[Tensor, Tensor]
     ) -> Float[Tensor, "batch heads T d_head"]:
         """Turn the first channels of queries or keys; `table` is `[T, half]` or `[B, T, half]`."""
-        cos, sin = (t if t.ndim == 2 else t[:, None] for t in table)  # broadcast over heads
-        half = cos.shape[-1]
-        first, second, rest = x.split([half, half, x.shape[-1] - 2 * half], dim=-1)
-        turned = (first * cos - second * sin, second * cos + first * sin)
-        return torch.cat([turned[0].to(x.dtype), turned[1].to(x.dtype), rest], dim=-1)
+        return rotate(x.transpose(1, 2), *table).transpose(1, 2)  # in [B, T, H, d], as projections write and read heads
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -15,7 +15,7 @@ from torch.nn import functional as F
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.positions import relative_distances, sinusoids
-from switchhead.nn.router import Router, stack_routers, unstack_routing
+from switchhead.nn.router import Router, stack_routers
 from switchhead.ops.dtypes import cast_together, concatenate
 from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import moe_linear
@@ -38,21 +38,27 @@ def project_experts(
 
 
 def project_all(
-    x: Float[Tensor, "batch T wide"],
-    plain: Sequence[Linear],
+    x: Float[Tensor, "batch T d_model"],
+    queries: Linear,
+    keys: Linear,
     routers: Sequence[Router],
-    experts: MoELinear,
-    d_head: int,
-) -> tuple[list[Tensor], Float[Tensor, "batch heads T d"], list[Routing]]:
-    """Plain projections, an expert projection by the last router, and the routings: see `ops.project_inputs`."""
+    values: MoELinear,
+    rotation: tuple[Tensor, Tensor] | None,
+) -> tuple[list[Float[Tensor, "batch heads T d"]], list[Routing]]:
+    """Queries and keys, rotated if a table `[T, half]` or `[B, T, half]` is given, values by the last router, routings.
+
+    See `ops.project_inputs`.
+    """
     tokens = x.flatten(0, 1)
     weights, dropped = stack_routers(tokens, routers)
-    rows, values, routing = project_inputs(
-        tokens, _stack(x, plain, d_head), weights, _pad(x, experts), routers[0].k,
-        gating=routers[0].gating, dropped=dropped, backend=experts.backend,
+    if rotation is not None:
+        rotation = (rotation[0].flatten(0, -2), rotation[1].flatten(0, -2))
+    *projected, sides = project_inputs(
+        tokens, queries.weight, keys.weight, weights, values.weight, routers[0].k,
+        rotation=rotation, gating=routers[0].gating, dropped=dropped, backend=values.backend,
     )  # fmt: skip
-    rows, values = (t.unflatten(0, x.shape[:2]) for t in (rows, values))  # [B, T, ...]
-    return _split_heads(rows, plain, d_head), values.transpose(1, 2), unstack_routing(tokens, routers, routing)
+    routings = [router(tokens, side) for router, side in zip(routers, sides, strict=True)]  # past the routers' hooks
+    return [rows.unflatten(0, x.shape[:2]).transpose(1, 2) for rows in projected], routings
 
 
 def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:

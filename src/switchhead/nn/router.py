@@ -116,10 +116,3 @@ def stack_routers(x: Float[Tensor, "tokens wide"], routers: Sequence[Router]) ->
     if first.training and first.expert_dropout > 0:
         dropped = torch.rand(x.shape[0], *weight.shape[:2], device=x.device) < first.expert_dropout
     return weight, dropped
-
-
-def unstack_routing(x: Tensor, routers: Sequence[Router], routing: Routing) -> list[Routing]:
-    """Each router's part of a routing by all of them, past its hooks."""
-    heads = routers[0].weight.shape[0]
-    sides = zip(routers, routing.gates.split(heads, dim=1), routing.expert_indices.split(heads, dim=1), strict=True)
-    return [router(x, Routing(gates, chosen, routing.n_experts)) for router, gates, chosen in sides]

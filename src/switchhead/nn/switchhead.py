@@ -15,12 +15,13 @@ from switchhead.nn.attention import (
     check_sizes,
     key_value_source,
     merge_heads,
+    query_positions,
 )
 from switchhead.nn.init import normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.norm import QKNorm
-from switchhead.nn.positions import Positions, Relative, as_positions
+from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
 from switchhead.nn.projections import (
     project_all,
     project_experts,
@@ -171,11 +172,19 @@ class SwitchHeadAttention(nn.Module):
                 causal=self.causal, relative=self.position_proj is not None, context=context, memory=memory,
                 cache=cache, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             )  # fmt: skip
-        source = key_value_source(x, context, memory)  # [B, S, D]
-        q, k, v, to = self._project(x, source, crossed=context is not None)  # [B, H, T, d]
+        positions = self.positions
+        if self._projects_at_once and context is None and memory is None:
+            rotation = None
+            if isinstance(positions, Rotary) and self.qk_norm is None:
+                where = query_positions(x, position_ids, cached=cache is not None)
+                rotation, positions = positions.table(where, self.d_head, x.dtype), None
+            q, k, v, to = self._project_at_once(x, rotation)  # [B, H, T, d]
+        else:
+            source = key_value_source(x, context, memory)  # [B, S, D]
+            q, k, v, to = self._project(x, source, crossed=context is not None)
         relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
         y = average_values(
-            q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions, relative=relative,
+            q, k, v, d_head=self.d_head, causal=self.causal, positions=positions, relative=relative,
             qk_norm=self.qk_norm, crossed=context is not None, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
             position_ids=position_ids, cache=cache, cu_seqlens=cu_seqlens,
         )  # fmt: skip
@@ -188,14 +197,25 @@ class SwitchHeadAttention(nn.Module):
         out = out.unflatten(0, x.shape[:2])  # [B, T, D]
         return (out, {}) if return_aux else out
 
+    @property
+    def _projects_at_once(self) -> bool:
+        """Whether all that is made of the same tokens is one operation (`ops.project_inputs`), which is faster."""
+        return self.expert_projections.strip("o") == "v" and self.router_threshold == 0  # it takes gates as they are
+
+    def _project_at_once(
+        self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
+    ) -> tuple[Tensor, Tensor, Tensor, Routing]:
+        """`_project` of tokens that are their own source."""
+        assert isinstance(self.q_proj, Linear)
+        assert isinstance(self.k_proj, Linear)
+        assert isinstance(self.v_proj, MoELinear)
+        routers = [router for router in (self.destination_router, self.source_router) if router is not None]
+        (q, k, v), routings = project_all(x, self.q_proj, self.k_proj, routers, self.v_proj, rotation)
+        return q, k, v, routings[0]
+
     def _project(self, x: Tensor, source: Tensor, *, crossed: bool) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
         """Queries, keys and values `[B, H, T or S, d]`, and the routing of the destination side."""
         q, k, v = self.q_proj, self.k_proj, self.v_proj
-        plain_k = self.router_threshold == 0  # project_all takes the gates as they are
-        if plain_k and source is x and isinstance(q, Linear) and isinstance(k, Linear) and isinstance(v, MoELinear):
-            routers = [router for router in (self.destination_router, self.source_router) if router is not None]
-            (queries, keys), values, routings = project_all(x, (q, k), routers, v, self.d_head)
-            return queries, keys, values, routings[0]
         wide = aligned_width(self.d_model, x.device)
         x, source = pad_width(x, wide), pad_width(source, wide)
         destination = self.destination_router

@@ -1,4 +1,4 @@
-"""What a SwitchHead layer makes of its own tokens: plain projections, routing, and values of the chosen experts."""
+"""What a SwitchHead layer makes of its own tokens: queries and keys, routing, and values of the chosen experts."""
 
 from __future__ import annotations
 
@@ -9,40 +9,50 @@ from torch.nn import functional as F
 from switchhead.ops.availability import require_triton, triton_obstacle
 from switchhead.ops.dtypes import cast_together, compute_dtype, without_autocast
 from switchhead.ops.moe_linear import Backend, moe_linear
+from switchhead.ops.rotary import rotate
 from switchhead.ops.router import Gating, route
+from switchhead.ops.widths import aligned_width, pad, pad_width
 from switchhead.routing import Routing
 
 
 def project_inputs(
     x: Float[Tensor, "tokens d_model"],
-    plain: Float[Tensor, "plain d_model"],
+    queries: Float[Tensor, "heads_d d_model"],
+    keys: Float[Tensor, "heads_d d_model"],
     routers: Float[Tensor, "routers experts d_model"],
     values: Float[Tensor, "heads experts d_model d"],
     k: int,
     *,
+    rotation: tuple[Float[Tensor, "positions half"], Float[Tensor, "positions half"]] | None = None,
     gating: Gating = "sigmoid",
     dropped: Bool[Tensor, "tokens routers experts"] | None = None,
     backend: Backend = "auto",
-) -> tuple[Float[Tensor, "tokens plain"], Float[Tensor, "tokens heads d"], Routing]:
-    """`x @ plain^T`, `route(x, routers, k)` and `moe_linear(x, values, ...)` by the last routers.
+) -> tuple[
+    Float[Tensor, "tokens heads d"], Float[Tensor, "tokens heads d"], Float[Tensor, "tokens heads d"], list[Routing]
+]:
+    """Rotated queries and keys, `route(x, routers, k)`, and `moe_linear(x, values, ...)` by the last routers.
 
-    On a GPU with sigmoid gates this is one operator: the three have one gradient with respect to x, and adding up
-    three of its size costs as much as a projection.
+    On a GPU with sigmoid gates this is one operator: all have one gradient with respect to x, and adding up several of
+    its size costs as much as a projection.
 
     Args:
         x: tokens.
-        plain: rows of the plain projections.
-        routers: the last `heads` of them are the values'.
+        queries, keys: plain projections, the rows of a head side by side.
+        routers: sides of `heads` routers each; the last side is the values'.
         values: experts of the values.
         k: experts chosen.
+        rotation: cosines and sines, see `rotary_table`; token n stands at position n modulo their length.
         gating: see `route`.
         dropped: see `route`.
         backend: see `moe_linear`.
 
     Returns:
-        The plain projections, the values, and the decisions of all routers.
+        Queries, keys and values (on a GPU with zeros up to the next multiple of 8), and the decisions of the routers, a
+        `Routing` for each side.
     """
-    dtype = compute_dtype(x, plain, values)
+    heads, _, _, d = values.shape
+    width = aligned_width(d, x.device)
+    dtype = compute_dtype(x, queries, keys, values)
     if backend == "triton":
         require_triton(x.device, dtype)
     fused = backend == "triton" or (backend == "auto" and x.is_cuda and triton_obstacle(x.device, dtype) is None)
@@ -50,8 +60,19 @@ def project_inputs(
         from switchhead.ops.triton.inputs import project_inputs as run
 
         with without_autocast(x.device):
-            return run(x.to(dtype), plain, routers, values, k, dropped=dropped)
+            return run(
+                x, queries, keys, routers, values, k, rotation=rotation, dtype=dtype, width=width, dropped=dropped
+            )
     routing = route(x, routers, k, gating=gating, dropped=dropped)
-    heads = values.shape[0]
-    own = Routing(routing.gates[:, -heads:], routing.expert_indices[:, -heads:], routing.n_experts)
-    return F.linear(*cast_together(x, plain)), moe_linear(x, values, own, reduce="k", backend=backend), routing
+    by_side = zip(routing.gates.split(heads, dim=1), routing.expert_indices.split(heads, dim=1), strict=True)
+    sides = [Routing(gates, chosen, routing.n_experts) for gates, chosen in by_side]
+    x = pad_width(x, aligned_width(x.shape[1], x.device))
+    padding = (0, x.shape[1] - values.shape[2], 0, width - d)
+    weights = (pad(weight.unflatten(0, (heads, d)), padding).flatten(0, 1) for weight in (queries, keys))
+    plain = [F.linear(*cast_together(x, weight)).unflatten(1, (heads, width)) for weight in weights]
+    if rotation is not None:
+        positions = rotation[0].shape[0]
+        repeats = x.shape[0] // max(positions, 1)
+        plain = [rotate(rows.unflatten(0, (repeats, positions)), *rotation).flatten(0, 1) for rows in plain]
+    values = pad(values, (0, width - d, 0, x.shape[1] - values.shape[2]))
+    return plain[0], plain[1], moe_linear(x, values, sides[-1], reduce="k", backend=backend), sides

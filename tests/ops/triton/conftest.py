@@ -1,4 +1,4 @@
-"""Without a GPU the kernels run in Triton's interpreter (see tests/conftest.py), which needs two corrections."""
+"""Without a GPU the kernels run in Triton's interpreter (see tests/conftest.py), which needs three corrections."""
 
 import numpy as np
 import pytest
@@ -7,6 +7,7 @@ import torch
 interpreter = pytest.importorskip("triton.runtime.interpreter")
 _patch_lang_tensor = interpreter._patch_lang_tensor
 _create_dot = interpreter.InterpreterBuilder.create_dot
+_cast = interpreter.InterpreterBuilder.cast_impl
 
 
 def _patch_lang_tensor_for_numpy(tensor, scope):
@@ -21,6 +22,14 @@ def _create_dot_with_bfloat16(self, a, b, d, *args):
     return _create_dot(self, a, b, d, *args)
 
 
+def _cast_and_round(self, source, dtype):
+    """The interpreter cuts float32 off to bfloat16; a GPU rounds to the nearest."""
+    if source.dtype.scalar != interpreter.tl.float32 or dtype.scalar != interpreter.tl.bfloat16:
+        return _cast(self, source, dtype)
+    rounded = torch.from_numpy(np.ascontiguousarray(source.data)).bfloat16().view(torch.int16).numpy()
+    return interpreter.TensorHandle(rounded.view(np.uint16), dtype.scalar)
+
+
 def _widened(operand):
     if operand.dtype.scalar != interpreter.tl.bfloat16:
         return operand
@@ -30,6 +39,7 @@ def _widened(operand):
 
 interpreter._patch_lang_tensor = _patch_lang_tensor_for_numpy
 interpreter.InterpreterBuilder.create_dot = _create_dot_with_bfloat16
+interpreter.InterpreterBuilder.cast_impl = _cast_and_round
 
 
 @pytest.fixture

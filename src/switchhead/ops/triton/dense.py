@@ -23,7 +23,9 @@ def spread_rows(
     *,
     n_experts: int,
     width: int,
+    first: int = 0,
     projected: Tensor | None = None,
+    combined: Tensor | None = None,
 ) -> Tensor | None:
     """Write every row of x once for each expert of its head, times that expert's gate, zero where it was not chosen.
 
@@ -31,22 +33,26 @@ def spread_rows(
         x: `[N, H, d]` of any strides.
         expert_indices: `[N, H, K]`.
         gates: `[N, H, K]`.
-        out: its first `H * E * width` columns are written, `[N, H, E, width]` in that order; columns past d are zero.
+        out: its columns `first .. first + H * E * width` are written, `[N, H, E, width]` in that order; those past d of
+            each expert are zero.
         n_experts: E.
         width: columns of an expert, at least d.
         projected: `[N, H, K, d]`: asks for the dot products of its rows with x's, which are the gates' gradients if x
             is the gradient of the gate-weighted sum of `projected`.
+        combined: that sum, `[N, H, d]`, where `projected` `[N, H, K - 1, d]` lacks the first slot, whose gate is the
+            largest: what the sum has beyond the other slots, divided by this gate, is as precise as the row itself.
 
     Returns:
         The dot products `[N, H, K]` in float32, or None.
     """
     tokens, heads, k = expert_indices.shape
-    dots = None if projected is None else torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
+    wanted = projected is not None or combined is not None
+    dots = torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device) if wanted else None
     block_d = triton.next_power_of_2(width)
     block = max(1, min(16, 4096 // block_d))
     visible(_spread_rows_kernel)[(triton.cdiv(tokens * heads, block),)](
-        x, expert_indices.contiguous(), gates.contiguous(), projected, out, dots,
-        tokens * heads, *x.stride(), out.stride(0), heads, k, n_experts, x.shape[-1], width, block, block_d,
+        x, expert_indices.contiguous(), gates.contiguous(), projected, combined, out, dots,
+        tokens * heads, *x.stride(), out.stride(0), first, heads, k, n_experts, x.shape[-1], width, block, block_d,
     )  # fmt: skip
     return dots
 
@@ -56,10 +62,11 @@ def _spread_rows_kernel(
     x_ptr,  # [N, H, D]
     indices_ptr,  # int [N * H, K]
     gates_ptr,  # float32 [N * H, K]
-    projected_ptr,  # [N * H, K, D] or None
-    out_ptr,  # [N, >= H * E * WIDTH]
+    projected_ptr,  # [N * H, K, D], or [N * H, K - 1, D] beside combined, or None
+    combined_ptr,  # [N * H, D] or None
+    out_ptr,  # [N, >= first + H * E * WIDTH]
     dots_ptr,  # float32 [N * H, K] or None
-    n_rows, stride_n, stride_h, stride_d, stride_out,
+    n_rows, stride_n, stride_h, stride_d, stride_out, first,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
@@ -70,12 +77,22 @@ def _spread_rows_kernel(
     inside = valid[:, None] & (d < D)[None, :]
     x = tl.load(x_ptr + (token * stride_n + head * stride_h)[:, None] + d[None, :] * stride_d, mask=inside, other=0.0)
     x = x.to(tl.float32)
-    if projected_ptr is not None:
-        for j in tl.static_range(K):
-            slot = row * K + j
-            y = tl.load(projected_ptr + slot[:, None] * D + d[None, :], mask=inside, other=0.0)
-            tl.store(dots_ptr + slot, tl.sum(x * y.to(tl.float32), 1), mask=valid)
-    target = out_ptr + (token * stride_out + head * (E * WIDTH))[:, None] + d[None, :]
+    if dots_ptr is not None:
+        FIRST: tl.constexpr = 0 if combined_ptr is None else 1
+        if FIRST:
+            y = tl.load(combined_ptr + row[:, None] * D + d[None, :], mask=inside, other=0.0)
+            left = tl.sum(x * y.to(tl.float32), 1)
+        for j in tl.static_range(FIRST, K):
+            at = projected_ptr + (row * (K - FIRST) + j - FIRST)[:, None] * D + d[None, :]
+            y = tl.load(at, mask=inside, other=0.0)
+            dot = tl.sum(x * y.to(tl.float32), 1)
+            tl.store(dots_ptr + row * K + j, dot, mask=valid)
+            if FIRST:
+                left -= dot * tl.load(gates_ptr + row * K + j, mask=valid, other=0.0)
+        if FIRST:
+            largest = tl.load(gates_ptr + row * K, mask=valid, other=0.0)
+            tl.store(dots_ptr + row * K, left / tl.where(largest > 0, largest, float("inf")), mask=valid)
+    target = out_ptr + (token * stride_out + head * (E * WIDTH))[:, None] + first + d[None, :]
     stored = valid[:, None] & (d < WIDTH)[None, :]
     experts = ()
     gates = ()
@@ -99,7 +116,7 @@ def combine_experts(
     *,
     n_experts: int,
     d: int,
-    keep_slots: bool = False,
+    keep_from: int | None = None,
     dot_with: Tensor | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """The chosen ones of all experts' rows: their gate-weighted sum, and what else is made of them.
@@ -110,23 +127,25 @@ def combine_experts(
         gates: `[N, H, K]`; None: no sum.
         n_experts: E.
         d: columns of the results, at most width.
-        keep_slots: also return the chosen rows.
+        keep_from: also return the chosen rows of the slots from this one on.
         dot_with: `[N, H, d]` of any strides (H may be expanded): also return its dot products with the chosen rows.
 
     Returns:
-        The sum `[N, H, d]` or None, the rows `[N, H, K, d]` or None, the dot products `[N, H, K]` in float32 or None.
+        The sum `[N, H, d]` or None, the rows `[N, H, K - keep_from, d]` or None, the dot products `[N, H, K]` in
+        float32 or None.
     """
     tokens, heads, k = expert_indices.shape
     shape = (tokens, heads, d)
     out = None if gates is None else torch.empty(shape, dtype=y.dtype, device=y.device)
-    kept = torch.empty(tokens, heads, k, d, dtype=y.dtype, device=y.device) if keep_slots else None
+    keeps = 0 if keep_from is None else k - keep_from
+    kept = torch.empty(tokens, heads, keeps, d, dtype=y.dtype, device=y.device) if keeps else None
     dots = None if dot_with is None else torch.empty(tokens, heads, k, dtype=torch.float32, device=y.device)
     block_d = triton.next_power_of_2(d)
     block = max(1, min(16, 4096 // block_d))
     strides = (0, 0, 0) if dot_with is None else dot_with.stride()
     visible(_combine_experts_kernel)[(triton.cdiv(tokens * heads, block),)](
         y, expert_indices.contiguous(), None if gates is None else gates.contiguous(), dot_with, out, kept, dots,
-        tokens * heads, *strides, heads, k, n_experts, d, y.shape[-1], block, block_d,
+        tokens * heads, *strides, heads, k, keeps, n_experts, d, y.shape[-1], block, block_d,
     )  # fmt: skip
     return out, kept, dots
 
@@ -138,10 +157,10 @@ def _combine_experts_kernel(
     gates_ptr,  # float32 [N * H, K] or None
     dot_with_ptr,  # [N, H, D] or None
     out_ptr,  # [N * H, D] or None
-    kept_ptr,  # [N * H, K, D] or None
+    kept_ptr,  # [N * H, KEEPS, D] or None: the last KEEPS slots
     dots_ptr,  # float32 [N * H, K] or None
     n_rows, stride_n, stride_h, stride_d,
-    H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
+    H: tl.constexpr, K: tl.constexpr, KEEPS: tl.constexpr, E: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
@@ -156,8 +175,9 @@ def _combine_experts_kernel(
         slot = row * K + j
         expert = tl.load(indices_ptr + slot, mask=valid, other=0).to(tl.int64)
         y = tl.load(y_ptr + ((row * E + expert) * WIDTH)[:, None] + d[None, :], mask=inside, other=0.0)
-        if kept_ptr is not None:
-            tl.store(kept_ptr + slot[:, None] * D + d[None, :], y, mask=inside)
+        if kept_ptr is not None and j >= K - KEEPS:
+            at = kept_ptr + (row * KEEPS + j - (K - KEEPS))[:, None] * D + d[None, :]
+            tl.store(at, y, mask=inside)
         if dot_with_ptr is not None:
             tl.store(dots_ptr + slot, tl.sum(y.to(tl.float32) * other, 1), mask=valid)
         if gates_ptr is not None:
@@ -171,4 +191,4 @@ def sum_over_tokens(rows: Tensor, wide: Tensor) -> Tensor:
     """`rows^T wide`, `[N, a]` and `[N, b]` to `[a, b]`: weight gradients, in float32."""
     if rows.is_cuda and rows.dtype != torch.float32:
         return torch.mm(rows.mT, wide, out_dtype=torch.float32)
-    return (rows.mT @ wide).float()
+    return rows.mT.float() @ wide.float()

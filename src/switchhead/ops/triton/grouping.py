@@ -49,9 +49,14 @@ class Rows:
     single: bool = False
 
     @property
+    def sets(self) -> int:
+        """Sets of experts that a part can choose; single slots have none."""
+        return 1 if self.single else comb(self.n_experts, self.k)
+
+    @property
     def groups(self) -> int:
         """Groups of one segment."""
-        return self.n_experts if self.single else comb(self.n_experts, self.k) ** self.parts
+        return self.n_experts if self.single else self.sets**self.parts
 
     @property
     def slots(self) -> int:
@@ -86,7 +91,7 @@ class Groups:
         padded = triton.next_power_of_2(groups)
         visible(_tiles_kernel)[(groups, n_maps)](
             self.offsets, tiles, bound, groups, rows.groups, rows.n_experts, rows.parts, rows.k,
-            comb(rows.n_experts, rows.k), rows.slots, rows.single, rows.pooled, block, even,
+            rows.sets, rows.slots, rows.single, rows.pooled, block, even,
             triton.next_power_of_2(rows.n_experts), padded, max(16, min(64, _ONE_HOT // padded)),
         )  # fmt: skip
         return tiles
@@ -109,7 +114,7 @@ def group_rows(expert_indices: Tensor, rows: Rows) -> Groups:
     grid = (blocks, rows.segments)
     visible(_count_kernel)[grid](
         indices, keys, counts, per_segment, rows.segments, rows.inner, rows.parts, rows.k,
-        comb(rows.n_experts, rows.k), rows.single, rows.groups, padded, block,
+        rows.sets, rows.single, rows.groups, padded, block,
     )  # fmt: skip
     visible(_place_kernel)[grid](
         keys, counts, order, offsets, per_segment, blocks, rows.segments, rows.inner, rows.k if rows.single else 1,

@@ -1,7 +1,8 @@
 """All that a SwitchHead layer makes of its tokens before attention, as one operator: queries and keys, routing, values.
 
 Together they have one gradient with respect to the tokens. Apart, each writes its own `[N, d_model]` part and another
-kernel adds them up; here two matrix products write and add, the routers' scores riding along as columns of the values'.
+kernel adds them up; here the gradients of all stand side by side, and two matrix products make those of tokens and
+weights of them, the routers' scores riding along as columns.
 """
 
 from __future__ import annotations
@@ -12,101 +13,162 @@ import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
+from switchhead.ops.triton.decode import decode
 from switchhead.ops.triton.dense import spread_rows, sum_over_tokens
-from switchhead.ops.triton.moe_linear import _forward as moe_linear_op
-from switchhead.ops.triton.operands import pad_to, prepare_weight
+from switchhead.ops.triton.moe_linear import DECODE_TOKENS, project_values
+from switchhead.ops.triton.operands import ALIGN, aligned_rows, is_aligned, pad_to, prepare_weight
 from switchhead.ops.triton.operator import operator, visible
-from switchhead.ops.triton.router import _route as route_op
+from switchhead.ops.triton.rotary import rotate_heads
+from switchhead.ops.triton.router import choose
+from switchhead.ops.widths import pad, pad_width
 from switchhead.routing import Routing
 
 
 def project_inputs(
     x: Float[Tensor, "tokens d_model"],
-    plain: Float[Tensor, "plain d_model"],
+    queries: Float[Tensor, "heads_d d_model"],
+    keys: Float[Tensor, "heads_d d_model"],
     routers: Float[Tensor, "routers experts d_model"],
     values: Float[Tensor, "heads experts d_model d"],
     k: int,
     *,
+    rotation: tuple[Tensor, Tensor] | None,
+    dtype: torch.dtype,
+    width: int,
     dropped: Bool[Tensor, "tokens routers experts"] | None = None,
-) -> tuple[Float[Tensor, "tokens plain"], Float[Tensor, "tokens heads d"], Routing]:
-    """`switchhead.ops.project_inputs` for CUDA and sigmoid gates; x in the dtype of the computation.
+) -> tuple[Tensor, Tensor, Tensor, list[Routing]]:
+    """`switchhead.ops.project_inputs` for CUDA and sigmoid gates, computed in `dtype`, heads padded to `width`.
 
-    Differentiable once in x and all weights.
+    Differentiable once in x and all weights, which may have any float dtype but float64.
     """
-    rows, out, gates, expert_indices, _ = _project_inputs(x, plain.to(x.dtype), routers, values, k, dropped)
-    return rows, out, Routing(gates, expert_indices, routers.shape[1])
+    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, queries, keys, routers, values))
+    cos, sin = rotation or (None, None)
+    q, k_, v, gates, expert_indices, _, _ = _project_inputs(
+        x, queries, keys, routers, values, k, cos, sin, dtype, width, keep, dropped
+    )
+    sides = zip(gates.unbind(), expert_indices.unbind(), strict=True)
+    return q, k_, v, [Routing(side, chosen, routers.shape[1]) for side, chosen in sides]
 
 
 @operator("switchhead::project_inputs")
 def _project_inputs(
-    x: Tensor, plain: Tensor, routers: Tensor, values: Tensor, k: int, dropped: Tensor | None
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
-    """Rows, values, gates, indices, and the unweighted values that the gates' gradients need."""
-    heads = values.shape[0]
-    gates, expert_indices, _ = route_op(x, routers, k, False, dropped)
-    own = (gates[:, -heads:].contiguous(), expert_indices[:, -heads:].contiguous())
-    out, kept = moe_linear_op(x, values, *own, "k", x.dtype, True)
-    return x @ plain.mT, out, gates, expert_indices, kept
+    x: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    routers: Tensor,
+    values: Tensor,
+    k: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    dtype: torch.dtype,
+    width: int,
+    keep: bool,
+    dropped: Tensor | None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Queries, keys and values; gates and indices `[sides, N, H, K]`, the values' side last; what backward needs.
+
+    The last two are, if `keep`, rows of single experts, and the tokens as they were multiplied, empty where that is x.
+    """
+    heads, _, _, d = values.shape
+    tokens = aligned_rows(x, dtype)
+    gates, expert_indices, _ = choose(tokens, routers, k, dropped=dropped, sides=routers.shape[0] // heads)
+    plain = []
+    for weight in (queries, keys):
+        rows = (tokens @ _aligned_heads(weight, d, width, tokens).mT).view(-1, heads, width)
+        if cos is not None and tokens.shape[0]:
+            rotate_heads(rows, cos, sin)
+        plain.append(rows)
+    kept = tokens.new_empty(0)
+    if tokens.shape[0] <= DECODE_TOKENS and not keep:
+        out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads)
+        out = pad_width(out, width).view(-1, heads, width)
+    else:
+        out, kept = project_values(tokens, values, gates[-1], expert_indices[-1], dtype, width, keep)
+    own_tokens = keep and not is_aligned(x, dtype)  # an operator may not return its argument
+    copy = tokens if own_tokens else tokens.new_empty(0)
+    return plain[0], plain[1], out, gates, expert_indices, kept, copy
 
 
 @operator("switchhead::project_inputs_backward")
 def _project_inputs_backward(
-    grad_rows: Tensor,
+    grad_queries: Tensor,
+    grad_keys: Tensor,
     grad_values: Tensor,
     grad_gates: Tensor,
-    x: Tensor,
-    plain: Tensor,
+    tokens: Tensor,
+    queries: Tensor,
+    keys: Tensor,
     routers: Tensor,
     values: Tensor,
+    cos: Tensor | None,
+    sin: Tensor | None,
     gates: Tensor,
     expert_indices: Tensor,
     kept: Tensor,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    out: Tensor,
+    x_dtype: torch.dtype,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     heads, experts, d_model, d = values.shape
-    n_routers = routers.shape[0]
-    if x.shape[0] == 0:
-        return tuple(tensor.new_zeros(tensor.shape) for tensor in (x, plain, routers, values))
-    width = pad_to(d, 8)
-    inner, scores = heads * experts * width, n_routers * experts
-    spread = torch.empty(x.shape[0], pad_to(inner + scores, 8), dtype=x.dtype, device=x.device)
+    n_tokens, dtype = tokens.shape[0], tokens.dtype
+    if n_tokens == 0:
+        grads = [tensor.new_zeros(tensor.shape) for tensor in (queries, keys, routers, values)]
+        return tokens.new_zeros((0, d_model), dtype=x_dtype), grads[0], grads[1], grads[2], grads[3]
+    width = pad_to(d, ALIGN)
+    plain, inner, scores = heads * width, heads * experts * width, routers.shape[0] * experts
+    first, last = 2 * plain, 2 * plain + inner  # columns of the values' experts
+    # Gradients of queries, keys, every expert's values, and scores; then the matrices that they go through.
+    shape = (n_tokens, pad_to(last + scores, 2 * ALIGN))  # strides that Triton knows to be aligned
+    grads = torch.empty(shape, dtype=dtype, device=tokens.device)
+    for column, grad in ((0, grad_queries), (plain, grad_keys)):
+        rotate_heads(pad_width(grad, width), cos, sin, out=grads, first=column, back=True)
     by_values = spread_rows(
-        grad_values, expert_indices[:, -heads:], gates[:, -heads:], spread,
-        n_experts=experts, width=width, projected=kept,
+        grad_values, expert_indices[-1], gates[-1], grads, n_experts=experts, width=width, first=first,
+        projected=kept if kept.shape[2] else None, combined=out if kept.shape[2] < gates.shape[3] else None,
     )  # fmt: skip
     assert by_values is not None
-    _write_score_gradients(grad_gates, by_values, gates, expert_indices, spread, inner, experts)
-    grad_rows = grad_rows.contiguous()
-    matrices = torch.zeros(spread.shape[1], x.shape[1], dtype=x.dtype, device=x.device)
-    matrices[:inner] = prepare_weight(values, x.dtype, narrow_in=False, blocks=(8, 8)).flatten(0, 1)[:, :d_model]
-    matrices[inner : inner + scores] = routers.flatten(0, 1)
-    grad_x = torch.mm(grad_rows, plain).addmm_(spread, matrices)
-    grad_plain = sum_over_tokens(grad_rows, x)
+    _write_score_gradients(grad_gates, by_values, gates, expert_indices, grads, last, experts)
+    parts = [_aligned_heads(weight, d, width, tokens) for weight in (queries, keys)]
+    parts.append(prepare_weight(values, dtype, narrow_in=False, blocks=(ALIGN, ALIGN)).flatten(0, 1))
+    scored = routers.flatten(0, 1).to(dtype)
+    parts.append(pad(scored, (0, tokens.shape[1] - d_model, 0, shape[1] - last - scores)))
     # Columns of experts side by side: turning them into matrices moves whole rows of d.
-    grad_matrices = sum_over_tokens(x, spread)  # [D, H*E*d and scores]
-    grad_values = grad_matrices[:, :inner].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
-    grad_routers = grad_matrices[:, inner : inner + scores].mT.reshape(routers.shape)
-    return (
-        grad_x,
-        grad_plain.to(plain.dtype),
-        grad_routers.contiguous().to(routers.dtype),
-        grad_values.to(values.dtype, memory_format=torch.contiguous_format, copy=True),
-    )
+    sums = sum_over_tokens(tokens, grads)[:d_model]  # [D, columns]
+    by_head = [sums[:, c : c + plain].unflatten(1, (heads, width))[..., :d].flatten(1).mT for c in (0, plain)]
+    by_expert = sums[:, first:last].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
+    by_router = sums[:, last : last + scores].mT.reshape(routers.shape)
+    weights = ((by_head[0], queries), (by_head[1], keys), (by_router, routers), (by_expert, values))
+    of_weights = [grad.to(weight.dtype, memory_format=torch.contiguous_format, copy=True) for grad, weight in weights]
+    of_tokens = _token_gradients(grads, torch.cat(parts), d_model, x_dtype)
+    return of_tokens, of_weights[0], of_weights[1], of_weights[2], of_weights[3]
+
+
+def _aligned_heads(weight: Tensor, d: int, width: int, tokens: Tensor) -> Tensor:
+    """Rows of a plain projection `[H * d, D]`, in the tokens' width and dtype, each head padded to `width` rows."""
+    heads = weight.to(tokens.dtype).unflatten(0, (-1, d))
+    return pad(heads, (0, tokens.shape[1] - weight.shape[1], 0, width - d)).flatten(0, 1)
+
+
+def _token_gradients(grads: Tensor, matrices: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
+    """`grads @ matrices`, `[N, d_model]` in `dtype`, written once where the library can."""
+    if grads.is_cuda and dtype == torch.float32 and grads.dtype != dtype and d_model == matrices.shape[1]:
+        return torch.mm(grads, matrices, out_dtype=dtype)
+    return (grads @ matrices)[:, :d_model].to(dtype, memory_format=torch.contiguous_format)
 
 
 def _setup_context(ctx, inputs, output):
-    ctx.save_for_backward(*inputs[:4], *output[2:])
-    ctx.set_materialize_grads(False)  # kept has none
+    x, queries, keys, routers, values, _, cos, sin = inputs[:8]
+    _, _, out, gates, expert_indices, kept, copy = output
+    ctx.x_dtype = x.dtype
+    tokens = copy if copy.numel() else x
+    ctx.save_for_backward(tokens, queries, keys, routers, values, cos, sin, gates, expert_indices, kept, out)
+    ctx.set_materialize_grads(False)  # kept and copy have none
 
 
-def _differentiate(ctx, grad_rows, grad_values, grad_gates, _grad_indices, _grad_kept):
-    x, plain, _, values, gates, *_ = ctx.saved_tensors
-    shapes = ((len(x), len(plain)), (len(x), len(values), values.shape[-1]), gates.shape)
-    dtypes = (x.dtype, x.dtype, gates.dtype)
-    grads = [
-        x.new_zeros(shape, dtype=dtype) if grad is None else grad
-        for grad, shape, dtype in zip((grad_rows, grad_values, grad_gates), shapes, dtypes, strict=True)
-    ]
-    return *_project_inputs_backward(*grads, *ctx.saved_tensors), None, None
+def _differentiate(ctx, grad_queries, grad_keys, grad_values, grad_gates, *_unused):
+    gates, *_, out = ctx.saved_tensors[-4:]
+    given = ((grad_queries, out), (grad_keys, out), (grad_values, out), (grad_gates, gates))
+    grads = [like.new_zeros(like.shape) if grad is None else grad for grad, like in given]
+    return *_project_inputs_backward(*grads, *ctx.saved_tensors, ctx.x_dtype), *(None,) * 7
 
 
 _project_inputs.register_autograd(_differentiate, setup_context=_setup_context)
@@ -122,38 +184,38 @@ def _write_score_gradients(
     experts: int,
 ) -> None:
     """Gradients of the scores, `gate (1 - gate)` times the gates', into columns `first ..` of out; zeros behind."""
-    tokens, routers, k = gates.shape
+    sides, tokens, heads, k = gates.shape
     columns = out.shape[1] - first
     block = 32
     visible(_score_gradients_kernel)[(triton.cdiv(tokens, block),)](
         grad_gates.contiguous(), by_values, gates, expert_indices, out, tokens, out.stride(0), first,
-        routers, by_values.shape[1], k, experts, columns, block, triton.next_power_of_2(columns),
+        sides, heads, k, experts, columns, block, triton.next_power_of_2(columns),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_tokens"])
 def _score_gradients_kernel(
-    grad_gates_ptr,  # float32 [N, ROUTERS, K]
-    by_values_ptr,  # float32 [N, HEADS, K]: more gradient for the last HEADS routers
-    gates_ptr,  # float32 [N, ROUTERS, K]
-    indices_ptr,  # int32 [N, ROUTERS, K]
+    grad_gates_ptr,  # float32 [SIDES, N, HEADS, K]
+    by_values_ptr,  # float32 [N, HEADS, K]: more gradient for the last side
+    gates_ptr,  # float32 [SIDES, N, HEADS, K]
+    indices_ptr,  # int32 [SIDES, N, HEADS, K]
     out_ptr,
     n_tokens, stride_out, first,
-    ROUTERS: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr,
+    SIDES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
 ):  # fmt: skip
     token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     column = tl.arange(0, BLOCK_COLUMNS)
     router, expert = column // E, column % E
-    inside = (token < n_tokens)[:, None] & (router < ROUTERS)[None, :]
+    side, head = router // HEADS, router % HEADS
+    inside = (token < n_tokens)[:, None] & (side < SIDES)[None, :]
     total = tl.zeros((BLOCK, BLOCK_COLUMNS), tl.float32)
     for j in tl.static_range(K):
-        slot = ((token * ROUTERS)[:, None] + router[None, :]) * K + j
+        slot = (((side * n_tokens)[None, :] + token[:, None]) * HEADS + head[None, :]) * K + j
         gate = tl.load(gates_ptr + slot, mask=inside, other=0.0)
         grad = tl.load(grad_gates_ptr + slot, mask=inside, other=0.0)
-        own = router - (ROUTERS - HEADS)
-        by_values = ((token * HEADS)[:, None] + own[None, :]) * K + j
-        grad += tl.load(by_values_ptr + by_values, mask=inside & (own >= 0)[None, :], other=0.0)
+        by_values = ((token * HEADS)[:, None] + head[None, :]) * K + j
+        grad += tl.load(by_values_ptr + by_values, mask=inside & (side == SIDES - 1)[None, :], other=0.0)
         hit = tl.load(indices_ptr + slot, mask=inside, other=-1) == expert[None, :]
         total = tl.where(hit, grad * gate * (1 - gate), total)
     target = out_ptr + (token * stride_out)[:, None] + first + column[None, :]

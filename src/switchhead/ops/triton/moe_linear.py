@@ -85,7 +85,7 @@ class _Problem:
 
     @property
     def dense_project(self) -> bool:
-        """The same for `project`, whose kernel has the easier shape, and weight gradients that share no spread rows."""
+        """The same for `project`, whose kernel has the easier shape."""
         return self.dense and self.k > _MAX_SPARSE_SLOTS
 
     def project_rows(self) -> Rows:
@@ -136,7 +136,7 @@ def _forward(
     shared = 1 if p.per_head else p.heads
     out, kept, _ = _project(
         p, x, weight, None if reduce == "none" else gates, expert_indices, dtype,
-        narrow_in=False, shared=shared, keep_slots=keep_slots or reduce == "none",
+        narrow_in=False, shared=shared, keep_from=0 if keep_slots or reduce == "none" else None,
     )  # fmt: skip
     if reduce == "none":
         assert kept is not None
@@ -182,8 +182,9 @@ def _backward(
                 grad_x = out.view(p.tokens, p.heads, d_in)
                 grad_x = grad_x if p.per_head else grad_x.sum(1)
             if dots is not None:
-                grad_gates = dots.sum(0).view(gates.shape).to(gates.dtype)
-        if need_weight and p.dense_project:
+                dots = dots[0] if dots.shape[0] == 1 else dots.sum(0)
+                grad_gates = dots.view(gates.shape).to(gates.dtype)
+        if need_weight and p.dense:
             spread, _ = _spread(p, x, expert_indices, gates, dtype, width)
             return grad_x, _dense_weight_grad(wide, spread, weight, width, narrow_in=True), grad_gates
         if need_weight:
@@ -250,6 +251,29 @@ def _differentiate(ctx, grad, _grad_kept):
 _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
+def project_values(
+    tokens: Tensor, weight: Tensor, gates: Tensor, expert_indices: Tensor, dtype: torch.dtype, width: int, keep: bool
+) -> tuple[Tensor, Tensor]:
+    """`reduce="k"` of tokens that all heads read, `[N, H, width]`, and if `keep` the rows that it is the sum of.
+
+    These are `[N, H, K - 1, width]`, since the first slot's follow from the others (see `spread_rows`), or all K where
+    slots are rows of their own. Tokens may be wider than the weight, with zeros behind; `width` may be the weight's,
+    or the next multiple of 8.
+    """
+    p = _Problem.of(tokens, weight, expert_indices)
+    if p.tokens == 0:
+        return tokens.new_empty(0, p.heads, width), tokens.new_empty(0, p.heads, p.k, width)
+    keep_from = int(p.by_sets or p.dense_project) if keep else None
+    out, kept, _ = _project(
+        p, tokens, weight, gates, expert_indices, dtype,
+        narrow_in=False, shared=p.heads, keep_from=keep_from, width=width,
+    )  # fmt: skip
+    assert out is not None
+    if kept is None:  # one expert, or nobody wants them
+        kept = out.new_empty(p.tokens, p.heads, 0, width)
+    return out.view(p.tokens, p.heads, width), kept.view(p.tokens, p.heads, -1, width) if kept.numel() else kept
+
+
 def _out_shape(p: _Problem, reduce: str, d_out: int) -> tuple[int, ...]:
     return {
         "heads": (p.tokens, d_out),
@@ -259,8 +283,8 @@ def _out_shape(p: _Problem, reduce: str, d_out: int) -> tuple[int, ...]:
 
 
 def _precision() -> str:
-    """Of float32 matmuls; 16-bit operands have only one."""
-    return "tf32" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
+    """Of float32 matmuls; 16-bit operands have only one. Plain TF32 would cut operands off, where libraries round."""
+    return "tf32x3" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
 def _slot_width(p: _Problem, width: int) -> int:
@@ -281,15 +305,20 @@ def _project(
     *,
     narrow_in: bool,
     shared: int,
-    keep_slots: bool = False,
+    keep_from: int | None = None,
     dot_with: Tensor | None = None,
+    width: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`project` for rows that are heads or slots; x has one row for `shared` heads."""
-    d_in, d_out = weight.shape[2:]
-    width = d_in if narrow_in else d_out
+    """`project` for rows that are heads or slots; x has one row for `shared` heads.
+
+    `width`: columns of the results, at most the next multiple of 8; those past the weight's are zero.
+    """
+    width = width or (weight.shape[2] if narrow_in else weight.shape[3])
     x = aligned_rows(x, dtype)
     if p.dense_project:
-        out, kept, dots = _dense_project(p, x, weight, gates, expert_indices, dtype, narrow_in, keep_slots, dot_with)
+        out, kept, dots = _dense_project(
+            p, x, weight, gates, expert_indices, dtype, narrow_in, keep_from, dot_with, width
+        )
         return out, kept, None if dots is None else dots[None]
     rows = p.project_rows()
     tile = project_tile(dtype, rows.slots, width)
@@ -299,7 +328,7 @@ def _project(
         x, prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(tile.n, tile.k)),
         expert_indices.contiguous(), None if gates is None else gates.contiguous(), group_rows(expert_indices, rows),
         width=width, shared=shared * slots_per_head, precision=_precision(), tile=tile,
-        keep_slots=keep_slots, dot_with=dot_with, dot_shared=dot_shared,
+        keep_from=keep_from, dot_with=dot_with, dot_shared=dot_shared,
     )  # fmt: skip
     if out is not None and slots_per_head > 1:
         out = out.view(-1, slots_per_head, width).sum(1)
@@ -384,11 +413,11 @@ def _dense_project(
     expert_indices: Tensor,
     dtype: torch.dtype,
     narrow_in: bool,
-    keep_slots: bool,
+    keep_from: int | None,
     dot_with: Tensor | None,
+    d: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
-    """`project` through all experts; x has one row for all heads, or one for each."""
-    d = weight.shape[2] if narrow_in else weight.shape[3]
+    """`project` through all experts; x has one row for all heads, or one for each; d columns of the results."""
     matrices = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(ALIGN, ALIGN))
     if x.shape[0] == p.tokens:
         y = x @ matrices.flatten(0, 1).mT
@@ -398,9 +427,7 @@ def _dense_project(
     if dot_with is not None:
         dot_with = dot_with.view(p.tokens, -1, d).expand(p.tokens, p.heads, d)
     y = y.view(p.tokens, p.heads, p.n_experts, -1)
-    return combine_experts(
-        y, expert_indices, gates, n_experts=p.n_experts, d=d, keep_slots=keep_slots, dot_with=dot_with
-    )
+    return combine_experts(y, expert_indices, gates, n_experts=p.n_experts, d=d, keep_from=keep_from, dot_with=dot_with)
 
 
 def _dense_weight_grad(wide: Tensor, spread: Tensor, weight: Tensor, width: int, *, narrow_in: bool) -> Tensor:

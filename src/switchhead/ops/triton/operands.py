@@ -17,16 +17,22 @@ def pad_to(size: int, multiple: int) -> int:
     return triton.cdiv(size, multiple) * multiple
 
 
+def is_aligned(matrix: Tensor, dtype: torch.dtype) -> bool:
+    """Whether `matrix` already is what `aligned_rows` makes of it."""
+    if matrix.dtype != dtype or matrix.stride(1) != 1:
+        return False
+    return all(size % ALIGN == 0 for size in (matrix.shape[1], matrix.stride(0), matrix.storage_offset()))
+
+
 def aligned_rows(x: Tensor, dtype: torch.dtype) -> Tensor:
     """`x` as a matrix `[rows, pad_to(width, 8)]` of aligned rows in `dtype`: a view where it already is one."""
-    matrix = x.reshape(-1, x.shape[-1]).to(dtype)
-    width = matrix.shape[1]
-    padding = pad_to(width, ALIGN) - width
-    if padding:
+    matrix = x.reshape(-1, x.shape[-1])
+    if is_aligned(matrix, dtype):
+        return matrix
+    matrix = matrix.to(dtype)
+    if padding := pad_to(matrix.shape[1], ALIGN) - matrix.shape[1]:
         return torch.nn.functional.pad(matrix, (0, padding))
-    if matrix.stride(1) != 1 or matrix.stride(0) % ALIGN or matrix.storage_offset() % ALIGN:
-        return matrix.clone(memory_format=torch.contiguous_format)
-    return matrix
+    return matrix if is_aligned(matrix, dtype) else matrix.clone(memory_format=torch.contiguous_format)
 
 
 def prepare_weight(weight: Tensor, dtype: torch.dtype, *, narrow_in: bool, blocks: tuple[int, int]) -> Tensor:

@@ -9,7 +9,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch._inductor.config
 from torch._subclasses.fake_tensor import FakeTensor
+
+from switchhead.ops.availability import STATIC_LAUNCH
+
+if os.environ.get(STATIC_LAUNCH) == "1":  # in case the configuration was read before this package set the variable
+    torch._inductor.config.static_launch_user_defined_triton_kernels = True
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 

@@ -24,7 +24,7 @@ def project(
     shared: int,
     precision: str,
     tile: Tile,
-    keep_slots: bool = False,
+    keep_from: int | None = None,
     dot_with: Tensor | None = None,
     dot_shared: int = 1,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
@@ -36,17 +36,19 @@ def project(
         expert_indices: `[rows, slots]` in the caller's order of slots.
         gates: `[rows, slots]`; None: no sum.
         width: columns of the result.
-        keep_slots: also return y.
+        keep_from: also return y of the caller's slots from this one on.
         dot_with: `[rows / dot_shared, width]`, contiguous: also return `y[row, j] . dot_with[row // dot_shared]`,
             `[column blocks, rows, slots]` in float32, to be summed over the first dimension.
 
     Returns:
-        The gate-weighted sum `[rows, width]` or None, y `[rows, slots, width]` or None, the dot products or None.
+        The gate-weighted sum `[rows, width]` or None, y `[rows, slots - keep_from, width]` or None, the dot products or
+        None.
     """
     n_rows = groups.order.numel()
     slots = groups.rows.slots
     out = None if gates is None else torch.empty(n_rows, width, dtype=x.dtype, device=x.device)
-    kept = torch.empty(n_rows, slots, width, dtype=x.dtype, device=x.device) if keep_slots else None
+    keeps = 0 if keep_from is None else slots - keep_from
+    kept = torch.empty(n_rows, keeps, width, dtype=x.dtype, device=x.device) if keeps else None
     columns = triton.cdiv(width, tile.n)
     dots = None
     if dot_with is not None:
@@ -54,7 +56,7 @@ def project(
     tiles = groups.tiles(tile.m)
     visible(_project_kernel)[((tiles.shape[1] - 1) * columns,)](
         x, weight, expert_indices, gates, groups.order, tiles, dot_with, out, kept, dots,
-        n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, *weight.shape[1:], slots, columns, RECORD,
+        n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, *weight.shape[1:], slots, keeps, columns, RECORD,
         precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip
     return out, kept, dots
@@ -70,12 +72,12 @@ def _project_kernel(
     tiles_ptr,  # int32 [tiles, RECORD]
     dot_with_ptr,  # [rows / DOT_SHARED, N] or None
     out_ptr,  # [rows, N] or None
-    kept_ptr,  # [rows, SLOTS, N] or None
+    kept_ptr,  # [rows, KEEPS, N] or None: the last KEEPS slots
     dots_ptr,  # float32 [COLUMNS, rows, SLOTS] or None
     n_rows, stride_x,
     SHARED: tl.constexpr, DOT_SHARED: tl.constexpr, K: tl.constexpr, N: tl.constexpr, N_PADDED: tl.constexpr,
-    K_PADDED: tl.constexpr, SLOTS: tl.constexpr, COLUMNS: tl.constexpr, RECORD: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    K_PADDED: tl.constexpr, SLOTS: tl.constexpr, KEEPS: tl.constexpr, COLUMNS: tl.constexpr, RECORD: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     record = tiles_ptr + tl.program_id(0) // COLUMNS * RECORD
     column = tl.program_id(0) % COLUMNS
@@ -131,7 +133,9 @@ def _project_kernel(
         if gates_ptr is not None:
             total += sums[s] * gates[s][:, None]
         if kept_ptr is not None:
-            tl.store(kept_ptr + place[:, None] * N + n[None, :], sums[s].to(kept_ptr.dtype.element_ty), mask=inside)
+            slot = place - row * SLOTS - (SLOTS - KEEPS)
+            at = kept_ptr + (row * KEEPS + slot)[:, None] * N + n[None, :]
+            tl.store(at, sums[s].to(kept_ptr.dtype.element_ty), mask=inside & (slot >= 0)[:, None])
         if dots_ptr is not None:
             dots = tl.sum(sums[s] * other, 1)
             tl.store(dots_ptr + column * tl.cast(n_rows, tl.int64) * SLOTS + place, dots, mask=valid)

@@ -39,9 +39,21 @@ def route(
 @operator("switchhead::route")
 def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
     """Gates, indices, and with softmax the probabilities of all experts, which its derivative needs."""
-    tokens, (heads, experts, d) = x.shape[0], weight.shape
-    gates = torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
-    expert_indices = torch.empty(tokens, heads, k, dtype=torch.int32, device=x.device)
+    gates, expert_indices, probabilities = choose(x, weight, k, softmax=softmax, dropped=dropped)
+    return gates[0], expert_indices[0], probabilities
+
+
+def choose(
+    x: Tensor, weight: Tensor, k: int, *, softmax: bool = False, dropped: Tensor | None = None, sides: int = 1
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gates and indices `[sides, N, H / sides, K]`, and with softmax the probabilities `[N, H, E]` of all experts.
+
+    x may be wider than the weight, with zeros behind.
+    """
+    tokens, d, (heads, experts) = *x.shape, weight.shape[:2]
+    shape = (sides, tokens, heads // sides, k)
+    gates = torch.empty(shape, dtype=torch.float32, device=x.device)
+    expert_indices = torch.empty(shape, dtype=torch.int32, device=x.device)
     probabilities = x.new_empty((tokens, heads, experts) if softmax else 0, dtype=torch.float32)
     if tokens == 0:
         return gates, expert_indices, probabilities
@@ -52,7 +64,7 @@ def _route(x: Tensor, weight: Tensor, k: int, softmax: bool, dropped: Tensor | N
     visible(_route_kernel)[(triton.cdiv(tokens, block),)](
         x, parts, None if dropped is None else dropped.contiguous(), gates, expert_indices,
         probabilities if softmax else None, tokens, x.stride(0), d, parts.shape[2], parts.shape[0], heads, experts,
-        *_padded(heads, experts), k, _precision(x), block,
+        *_padded(heads, experts), heads // sides, k, _precision(x), block,
         _BLOCK_K if few else _BLOCK_K // 2, num_warps=4, num_stages=4 if few else 2,
     )  # fmt: skip
     return gates, expert_indices, probabilities
@@ -148,7 +160,8 @@ def _split_weight(x: Tensor, weight: Tensor) -> Tensor:
     n_parts = (1 if weight.dtype == torch.bfloat16 else 3) if x.dtype == torch.bfloat16 else 1
     padded_heads, padded_experts = _padded(heads, experts)
     dtype = torch.bfloat16 if x.dtype == torch.bfloat16 else torch.float32
-    parts = torch.empty(n_parts, padded_heads * padded_experts, pad_to(d, _BLOCK_K), dtype=dtype, device=x.device)
+    shape = (n_parts, padded_heads * padded_experts, pad_to(x.shape[1], _BLOCK_K))
+    parts = torch.empty(shape, dtype=dtype, device=x.device)
     visible(_split_weight_kernel)[(parts.shape[1], triton.cdiv(parts.shape[2], 256))](
         weight, parts, *weight.stride(), heads, experts, d, padded_experts, n_parts, parts.shape[1], parts.shape[2], 256
     )  # fmt: skip
@@ -180,12 +193,12 @@ def _route_kernel(
     x_ptr,  # [tokens, D]
     parts_ptr,  # [PARTS, PH * PE, D_PADDED]
     dropped_ptr,  # bool [tokens, H, E] or None
-    gates_ptr,  # float32 [tokens, H, K]
-    indices_ptr,  # int32 [tokens, H, K]
+    gates_ptr,  # float32 [H / SIDE, tokens, SIDE, K]
+    indices_ptr,  # int32 [H / SIDE, tokens, SIDE, K]
     probabilities_ptr,  # float32 [tokens, H, E] or None
     tokens, stride_x,
     D: tl.constexpr, D_PADDED: tl.constexpr, PARTS: tl.constexpr, H: tl.constexpr, E: tl.constexpr,
-    PH: tl.constexpr, PE: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
+    PH: tl.constexpr, PE: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
 ):  # fmt: skip
     WIDTH: tl.constexpr = PH * PE
@@ -225,8 +238,9 @@ def _route_kernel(
         total = tl.where(total > 0, total, 1.0)
         probabilities = exponentials / total[:, :, None]
         tl.store(probabilities_ptr + row * E + e, probabilities, mask=valid[:, None, None] & exists)
-    slot = (token.to(tl.int64)[:, None] * H + tl.arange(0, PH)[None, :]) * K
-    inside = valid[:, None] & (tl.arange(0, PH) < H)[None, :]
+    head = tl.arange(0, PH)[None, :]
+    slot = ((head // SIDE * tokens + token.to(tl.int64)[:, None]) * SIDE + head % SIDE) * K
+    inside = valid[:, None] & (head < H)
     for j in tl.static_range(K):
         best, expert = tl.max(left, 2, return_indices=True, return_indices_tie_break_left=True)
         if probabilities_ptr is not None:
