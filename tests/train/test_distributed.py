@@ -90,6 +90,20 @@ def test_a_killed_rank_ends_the_job_with_a_clear_error_and_fewer_ranks_go_on(zyg
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_auxiliary_losses_are_those_of_all_tokens(zygote, tmp_path, parallel):
+    weights = {"ffn_entropy_loss_weight": 0.5, "ffn_synchronize_entropy": True, **EXACT}
+    order = {"kind": "switchall", "model": weights, "training": SHORT}
+    zygote.train(tmp_path / "alone", **order)
+    answers = zygote.train_on_ranks(tmp_path / "run", ranks=2, parallel=parallel, **order)
+    assert answers == [{"status": 0, "step": 3, "finished": True}] * 2
+    for name in ("loss", "gradient_norm"):
+        assert measured(tmp_path / "run", name) == pytest.approx(measured(tmp_path / "alone", name), rel=2e-5)
+    for found, expected in zip(*(measured(tmp_path / name, "auxiliary") for name in ("run", "alone")), strict=True):
+        assert found == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.slow
 def test_processes_of_torchrun_train_one_run_and_speak_once(zygote, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "switchhead"]
     settings = ["--steps", "2", "--batch-size", "2", "--chunk-length", "8", "--device", "cpu", "--json"]
