@@ -1,4 +1,5 @@
 import json
+import multiprocessing
 import os
 import subprocess
 import sys
@@ -111,6 +112,13 @@ class TestSplits:
         (tmp_path / "a.txt").write_text("one document")
         with pytest.raises(DataError, match=r"no document of text:.* has come out for validation: .* hold out 0"):
             prepare(settings(f"text:{tmp_path}/a.txt", held_out=None), tmp_path / "out")
+
+
+@pytest.mark.parametrize("changes", [{}, {"shuffle": 0}, {"held_out": None}, {"tokenizer": None}])
+def test_a_source_without_text_is_an_error(tmp_path, changes):
+    (tmp_path / "a.jsonl").write_text('{"t": ""}\n')
+    with pytest.raises(DataError, match=r"jsonl:.*#t holds no text|there is no text"):
+        prepare(settings(f"jsonl:{tmp_path}/a.jsonl#t", **changes), tmp_path / "out")
 
 
 class TestLimitAndOrder:
@@ -241,6 +249,19 @@ if __name__ == "__main__":
         prepare(settings(jsonl), tmp_path / "out")
         with pytest.raises(DataError, match=r"other settings \(shuffle is None there and 1 here\): choose another"):
             prepare(settings(jsonl, shuffle=1), tmp_path / "out")
+
+
+@pytest.mark.slow
+def test_a_worker_that_is_killed_ends_the_work_with_one_error(jsonl, tmp_path):
+    chosen = settings(jsonl, shard_tokens=10_000)
+
+    def kill_workers(progress):
+        for child in multiprocessing.active_children():
+            child.kill()
+
+    with pytest.raises(DataError, match=r"a process that encodes text was killed, .* with fewer processes"):
+        prepare(chosen, tmp_path / "out", processes=2, progress=lambda p: kill_workers(p) if p.tokens else None)
+    assert prepare(chosen, tmp_path / "out").tokens("train")[:].tolist() == join_documents(IN_ORDER, BYTES).tolist()
 
 
 @pytest.mark.slow

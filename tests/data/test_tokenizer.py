@@ -102,7 +102,7 @@ def test_the_tokenizer_depends_on_the_words_alone(vocabulary):
     [
         (["short text"], 1000, r"1000 pieces on this text: Vocabulary size too high .* value <= \d+"),
         (DOCUMENTS, 300, "300 pieces on this text: Vocabulary size is smaller than required_chars"),
-        ([" \n\t"], 1000, "1000 pieces on this text"),
+        ([" \n\t"], 1000, "there is no text to train a tokenizer on"),
     ],
 )
 def test_text_that_does_not_make_such_a_tokenizer_is_an_error(texts, size, message):

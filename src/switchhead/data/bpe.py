@@ -43,6 +43,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
     words: Counter[str] = Counter()
     for document in documents:
         words.update(WORD.findall(document))
+    if not any(word.strip() for word in words):
+        raise DataError("there is no text to train a tokenizer on")
     model = io.BytesIO()
     with tempfile.TemporaryDirectory() as directory:
         table = Path(directory) / "words.tsv"

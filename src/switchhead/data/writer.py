@@ -74,20 +74,19 @@ class Writer:
 
         An interrupted call is taken up where it was; every shard is a function of its number.
         """
-        written = self._manifest["splits"][source]
+        written = self._manifest["splits"].get(source, {"tokens": 0, "shards": []})
         files = [Shard(self._out / shard["file"]) for shard in written["shards"]]
         first_of = np.cumsum([0, *(len(file.documents) for file in files)])
         order = np.random.default_rng(seed).permutation(first_of[-1])
         file_of = np.searchsorted(first_of, order, side="right") - 1
-        places = list(zip(file_of.tolist(), (order - first_of[file_of]).tolist(), strict=True))
+        number_of = order - first_of[file_of]
         at = self._manifest["splits"].get(split, {"documents": 0})["documents"]
         missing = min(limit or written["tokens"], written["tokens"]) - self.tokens_of(split)
         while missing > 0:
             documents: list[np.ndarray] = []
             size = 0
             while size < min(self._shard_tokens, missing):
-                file, number = places[at]
-                documents.append(files[file].document(number))
+                documents.append(files[file_of[at]].document(int(number_of[at])))
                 size += len(documents[-1])
                 at += 1
             part = Encoded(np.concatenate(documents), np.array([len(document) for document in documents]))
