@@ -129,17 +129,13 @@ def test_a_search_stops_at_the_first_model_as_good_as_dense_and_reports_all(tmp_
     assert (out / "tiny-dense" / "checkpoints" / "step-2").is_dir()
 
 
-@pytest.mark.parametrize("ends", [killed, stopped])
-def test_an_interrupted_search_goes_on_where_it_stood_to_the_same_report(tmp_path, text, monkeypatch, ends):
+def test_a_killed_search_goes_on_where_it_stood_to_the_same_report(tmp_path, text, monkeypatch):
     dense, out = short("tiny-dense").with_model(num_hidden_layers=1), tmp_path / "search"
-    train_until(monkeypatch, 2, ends)
-    if ends is killed:
-        with pytest.raises(KeyboardInterrupt):
-            search(dense, data=text, out=out, tolerance=0, **QUIET)
-    else:
-        assert not search(dense, data=text, out=out, tolerance=0, **QUIET).finished
+    train_until(monkeypatch, 1, killed)
+    with pytest.raises(KeyboardInterrupt):
+        search(dense, data=text, out=out, tolerance=0, **QUIET)
     partial = json.loads((out / "report.json").read_text())
-    assert (partial["finished"], len(partial["trials"])) == (False, 2)
+    assert (partial["finished"], len(partial["trials"])) == (False, 1)
     assert "Not finished: resume it." in (out / "report.md").read_text()
 
     with pytest.raises(RunError, match="already holds a run: continue it with --resume"):
@@ -148,6 +144,13 @@ def test_an_interrupted_search_goes_on_where_it_stood_to_the_same_report(tmp_pat
     whole = search(dense, data=text, out=tmp_path / "whole", tolerance=0, **QUIET)
     assert resumed == whole
     assert resumed.finished
+
+
+def test_a_signal_ends_a_search_with_what_was_tried(tmp_path, text, monkeypatch):
+    train_until(monkeypatch, 1, stopped)
+    report = search(short("tiny-dense"), data=text, out=tmp_path, tolerance=0, **QUIET)
+    assert (report.finished, report.chosen) == (False, None)
+    assert [trial.name for trial in report.trials] == ["tiny-dense"]
 
 
 def test_an_ablation_is_resumed_and_ranks_its_models(tmp_path, text, monkeypatch):
