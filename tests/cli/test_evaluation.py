@@ -37,7 +37,7 @@ def test_all_tasks_are_printed_with_errors_and_kept_in_the_run(capsys, run):
     lines = capsys.readouterr().out.splitlines()
     value = report["results"][3]["scores"]["accuracy"]["value"]
     assert any(line.startswith("blimp") and f"{value:.4f}" in line for line in lines)
-    assert any("contexts were cut on the left" in line for line in lines)
+    assert any("examples were cut on the left" in line for line in lines)
     assert lines[-1].startswith("written to ")
     assert lines[-1] != f"written to {file}"
 

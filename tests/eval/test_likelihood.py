@@ -86,9 +86,14 @@ def test_contexts_that_are_too_long_are_cut_on_the_left_and_counted(make_model, 
     assert likelihood.log_likelihood == pytest.approx(one_by_one(model, short)[0])
 
 
-def test_a_continuation_longer_than_the_model_is_an_error(make_model, vocabulary):
-    with pytest.raises(ValueError, match="a continuation of 9 tokens does not fit a model that reads 8"):
-        score_continuations(make_model(), [encode_request(vocabulary, "", "123456789")])
+def test_a_continuation_longer_than_the_model_is_scored_in_pieces(make_model, vocabulary):
+    model = make_model(max_position_embeddings=8)
+    tokens = [256, *b"0123456789abcdef"]
+    pieces = [Request(tokens[:1], tokens[1:9]), Request(tokens[4:9], tokens[9:13]), Request(tokens[8:13], tokens[13:])]
+    expected = [one_by_one(model, piece) for piece in pieces]
+    (likelihood,) = score_continuations(model, [Request(tokens[:1], tokens[1:])])
+    assert likelihood.log_likelihood == pytest.approx(sum(value for value, _ in expected))
+    assert likelihood.cut == 8  # 16 inputs, of which the last token is scored after 8
 
 
 def test_requests_are_behind_the_beginning_token_and_take_spaces_into_the_continuation(vocabulary):

@@ -93,7 +93,7 @@ def _text(language_model: LanguageModel, results: list[TaskResult]) -> str:
         table(["task", "score", "value", "std. error", "examples"], _rows(results), right_aligned=(2, 3, 4)),
     ]
     lines += [
-        f"{result.task}: {result.cut:,} of {result.examples:,} contexts were cut on the left to fit the model"
+        f"{result.task}: {result.cut:,} of {result.examples:,} examples were cut on the left to fit the model"
         for result in results
         if result.cut
     ]

@@ -11,7 +11,6 @@ from switchhead.eval import results
 from switchhead.eval.examples import HubData, Record, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import score_continuations
-from switchhead.eval.reading import context_length
 from switchhead.eval.results import Score, TaskResult
 
 VERSION = 1
@@ -73,8 +72,7 @@ def evaluate_blimp(
     source, pairs = load_examples(FILE, HUB, parse, task_data=task_data)
     pairs = _first_of_each(pairs, limit)
     model, vocabulary = language_model.model, language_model.vocabulary
-    longest = context_length(model, chunk_length)
-    requests = [encode(vocabulary, pair.place, "", text, longest) for pair in pairs for text in (pair.good, pair.bad)]
+    requests = [encode(vocabulary, pair.place, "", text) for pair in pairs for text in (pair.good, pair.bad)]
     likelihoods = score_continuations(model, requests, batch_size=batch_size, chunk_length=chunk_length)
     good, bad = likelihoods[::2], likelihoods[1::2]
     correct = [g.log_likelihood > b.log_likelihood for g, b in zip(good, bad, strict=True)]
@@ -85,6 +83,7 @@ def evaluate_blimp(
         data=source,
         data_sha256=sha256_of(pairs),
         examples=len(pairs),
+        cut=sum(g.cut > 0 or b.cut > 0 for g, b in zip(good, bad, strict=True)),
         scores={"accuracy": results.macro_average(list(paradigms.values()))},
         details={
             "field": _averages(paradigms, {pair.paradigm: pair.field for pair in pairs}),

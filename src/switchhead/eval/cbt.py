@@ -102,7 +102,7 @@ def evaluate_cbt(
 def _requests(language_model: LanguageModel, question: Question, longest: int | None) -> tuple[list[Request], bool]:
     """A request for every option, and whether their context had to be cut."""
     options = [
-        encode(language_model.vocabulary, question.place, question.context, f" {completed}", longest)
+        encode(language_model.vocabulary, question.place, question.context, f" {completed}")
         for completed in question.completed
     ]
     if longest is None:
@@ -110,6 +110,7 @@ def _requests(language_model: LanguageModel, question: Question, longest: int | 
     excess = max(len(option.context) + len(option.continuation) for option in options) - 1 - longest
     if excess <= 0:
         return options, False
+    excess = min(excess, *(len(option.context) - 1 for option in options))  # of a model that reads less than a sentence
     return [Request(option.context[excess:], option.continuation) for option in options], True
 
 

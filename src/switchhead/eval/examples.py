@@ -99,28 +99,16 @@ def find_files(task_data: Path, stem: str) -> list[Path]:
     return sorted(path for path in directory.glob("*.jsonl*") if path.name.endswith(ENDINGS))
 
 
-def encode(vocabulary: Vocabulary, place: str, context: str, continuation: str, limit: int | None) -> Request:
+def encode(vocabulary: Vocabulary, place: str, context: str, continuation: str) -> Request:
     """An example's request; see `encode_request`.
 
-    Args:
-        vocabulary: the model's.
-        place: where the example stands.
-        context: may be empty.
-        continuation: what is scored.
-        limit: tokens that the model reads, which the continuation may not exceed; None: any number.
-
     Raises:
-        DataError: the continuation tokenises to nothing, or is too long; names the place.
+        DataError: the continuation tokenises to nothing; names the place.
     """
     try:
-        request = encode_request(vocabulary, context, continuation)
+        return encode_request(vocabulary, context, continuation)
     except ValueError as error:
         raise DataError(f"{place}: {error}") from error
-    if limit is not None and len(request.continuation) > limit:
-        raise DataError(
-            f"{place}: {len(request.continuation)} tokens are to be scored, but the model reads {limit} at once"
-        )
-    return request
 
 
 def sha256_of(examples: Sequence[Any]) -> str:

@@ -10,7 +10,6 @@ from switchhead.eval import results
 from switchhead.eval.examples import HubData, Record, encode, find_files, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import score_continuations
-from switchhead.eval.reading import context_length
 from switchhead.eval.results import TaskResult
 
 VERSION = 1
@@ -82,8 +81,7 @@ def evaluate_lambada(
     source, passages = load_examples(form.file, form.hub, parse, task_data=task_data)
     passages = passages[:limit]
     model, vocabulary = language_model.model, language_model.vocabulary
-    longest = context_length(model, chunk_length)
-    requests = [encode(vocabulary, p.place, p.context, p.target, longest) for p in passages]
+    requests = [encode(vocabulary, p.place, p.context, p.target) for p in passages]
     likelihoods = score_continuations(model, requests, batch_size=batch_size, chunk_length=chunk_length)
     loss = results.mean(-likelihood.log_likelihood for likelihood in likelihoods)
     return TaskResult(

@@ -29,7 +29,7 @@ class Likelihood(NamedTuple):
     Attributes:
         log_likelihood: nats, the sum over its tokens.
         greedy: whether each of its tokens is the likeliest one, the tokens before it given.
-        cut: tokens that the context lost on its left, to fit the model.
+        cut: tokens on the left that its last token was scored without, to fit the model.
     """
 
     log_likelihood: float
@@ -76,10 +76,11 @@ def score_continuations(
         requests: from `encode_request`.
         batch_size: texts read side by side; default: as many as make 16,384 tokens (2,048 on a CPU).
         chunk_length: tokens read at once; default: as in training. With memory, texts of any length are read in
-            chunks. Without, `chunk_length` tokens are read at most, the others cut off on the left.
+            chunks. Without, `chunk_length` tokens are read at most, the others cut off on the left; what does not
+            fit of a continuation that is longer itself is scored by half a chunk, after half a chunk.
 
     Raises:
-        ValueError: a continuation that is longer than the model reads, or a setting below 1.
+        ValueError: a setting below 1.
     """
     for name, value in (("batch_size", batch_size), ("chunk_length", chunk_length)):
         if value is not None and value < 1:
@@ -106,16 +107,24 @@ def _rows(requests: Sequence[Request], limit: int | None) -> tuple[list[_Row], l
     """What must be read for the requests, each input once; and how many tokens each request lost."""
     by_inputs: dict[tuple[int, ...], _Row] = {}
     cuts = []
-    for number, (context, continuation) in enumerate(requests):
-        inputs = (*context, *continuation[:-1])
-        cut = 0 if limit is None else max(0, len(inputs) - limit)
-        if cut >= len(context):
-            raise ValueError(f"a continuation of {len(continuation)} tokens does not fit a model that reads {limit}")
-        inputs = inputs[cut:]
-        row = by_inputs.setdefault(inputs, _Row(inputs, []))
-        row.targets.append((number, len(inputs) - len(continuation), continuation))
-        cuts.append(cut)
+    for number, request in enumerate(requests):
+        length = len(request.context) + len(request.continuation) - 1
+        for inputs, first, tokens in _pieces(request, length if limit is None else limit):
+            row = by_inputs.setdefault(inputs, _Row(inputs, []))
+            row.targets.append((number, first, tokens))
+        cuts.append(0 if limit is None else max(0, length - limit))
     return _without_beginnings_of_others(by_inputs), cuts
+
+
+def _pieces(request: Request, limit: int) -> Iterator[tuple[tuple[int, ...], int, tuple[int, ...]]]:
+    """Inputs of at most `limit` tokens, the first position whose prediction is needed, and the tokens predicted."""
+    tokens = (*request.context, *request.continuation)
+    position, room = len(request.context), limit
+    while position < len(tokens):
+        stop = min(len(tokens), position + room)
+        start = max(0, stop - 1 - limit)
+        yield tokens[start : stop - 1], position - 1 - start, tokens[position:stop]
+        position, room = stop, max(1, limit // 2)
 
 
 def _without_beginnings_of_others(by_inputs: dict[tuple[int, ...], _Row]) -> list[_Row]:
