@@ -222,8 +222,16 @@ class Parallelism:
 
 
 def whole(tensor: Tensor) -> Tensor:
-    """A tensor, or on the CPU all shards of one: every rank has to ask."""
-    return tensor.full_tensor().cpu() if isinstance(tensor, DTensor) else tensor
+    """A tensor with all its shards: every rank has to ask."""
+    return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+
+
+def whole_on_first(tensor: Tensor) -> Tensor:
+    """The same for rank 0 alone, and on the CPU if it was in shards: one at a time on a GPU, and on one host once."""
+    if not isinstance(tensor, DTensor):
+        return tensor
+    full = tensor.full_tensor()
+    return full.cpu() if dist.get_rank() == 0 else full.new_empty(0)
 
 
 def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:

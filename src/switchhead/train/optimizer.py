@@ -6,7 +6,7 @@ import torch
 from torch import Tensor, nn
 
 from switchhead.train.config import TrainingConfig
-from switchhead.train.distributed import sharded_like, whole
+from switchhead.train.distributed import sharded_like, whole_on_first
 
 
 def make_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.AdamW:
@@ -20,9 +20,9 @@ def make_optimizer(model: nn.Module, training: TrainingConfig) -> torch.optim.Ad
 
 
 def optimizer_tensors(optimizer: torch.optim.Optimizer, model: nn.Module) -> dict[str, Tensor]:
-    """State as `PARAMETER.KEY`, shards put together; every rank has to ask."""
+    """State as `PARAMETER.KEY`, shards put together on rank 0; every rank has to ask."""
     return {
-        f"{name}.{key}": whole(value)
+        f"{name}.{key}": whole_on_first(value)
         for name, parameter in model.named_parameters()
         for key, value in optimizer.state[parameter].items()
     }

@@ -23,7 +23,7 @@ from switchhead.ops import document_boundaries
 from switchhead.runs import Checkpoint, load_model, model_tensors
 from switchhead.train.config import TrainingConfig
 from switchhead.train.diagnosis import first_nonfinite_gradient, first_nonfinite_module
-from switchhead.train.distributed import ALONE, Parallel, Parallelism, World, sharded_like, whole
+from switchhead.train.distributed import ALONE, Parallel, Parallelism, World, sharded_like, whole, whole_on_first
 from switchhead.train.loss_scale import LossScale
 from switchhead.train.optimizer import load_optimizer, make_optimizer, optimizer_tensors
 from switchhead.train.schedule import learning_rate_at
@@ -170,7 +170,7 @@ class Trainer:
         mine = [torch.cat(layer) for layer in zip(*parts, strict=True)]
         memory = self.world.gather_rows(mine, self.batches.batch_size)
         return {
-            "model": {name: whole(value) for name, value in model_tensors(self.model).items()},
+            "model": {name: whole_on_first(value) for name, value in model_tensors(self.model).items()},
             "optimizer": optimizer_tensors(self.optimizer, self.model),
             "memory": {f"layers.{layer}": states for layer, states in enumerate(memory)},
         }
