@@ -29,6 +29,7 @@ KINDS = {
         "norm": "rmsnorm",
         "qk_norm": True,
         "use_bias": False,
+        "tie_word_embeddings": True,
         "rotary_fraction": 1.0,
         "intermediate_size": 256,
     },
@@ -71,6 +72,7 @@ def measured_peak(forward):
 def test_peak_memory_is_what_the_allocator_measures(kind, dtype):
     config = SwitchHeadConfig(**SIZES | KINDS[kind])
     model, forward = real_step(config, dtype)
+    assert (model.lm_head.weight is model.model.embed_tokens.weight) == config.tie_word_embeddings
     parameters = sum(4 * parameter.numel() for parameter in model.parameters())
     resources = model_resources(config, chunk_length=T, batch_size=B, dtype=dtype)
     assert resources.parameter_bytes == resources.gradient_bytes == resources.optimizer_bytes / 2 == parameters

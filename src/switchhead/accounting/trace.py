@@ -101,6 +101,8 @@ def _trace(
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
     with FakeTensorMode():
         module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
+        if isinstance(module, SwitchHeadForCausalLM):
+            module.tie_weights()  # what was one parameter has become two
         kept = _Kept(module)
         with _LiveBytes() as live:
             with autocast, _flop_counter() as forward, kept:
