@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from switchhead.runs import choose_device, load_run
-from switchhead.train.distributed import World
+from switchhead.train.distributed import World, shard_dimension
 from tests.helpers import relative_error
 
 EXACT = {"dropout": 0.0, "expert_dropout": 0.0}
@@ -63,7 +63,8 @@ def test_a_run_on_some_ranks_goes_on_with_others(zygote, tmp_path, kind, paralle
     # The step before SIGTERM ends the first part is finished on all ranks, whoever is told to stop.
     answers = zygote.train_on_ranks(tmp_path / "run", ranks=3, parallel=parallel, fault={**SIGTERM, "rank": 1}, **order)
     assert answers == [{"status": 0, "step": 2, "finished": False}] * 3
-    answers = zygote.train_on_ranks(tmp_path / "run", ranks=2, parallel="ddp", resume=True, fault=SIGTERM, **order)
+    other = {"ddp": "fsdp", "fsdp": "ddp"}[parallel]
+    answers = zygote.train_on_ranks(tmp_path / "run", ranks=2, parallel=other, resume=True, fault=SIGTERM, **order)
     assert answers == [{"status": 0, "step": 4, "finished": False}] * 2
     assert zygote.train(tmp_path / "run", resume=True, **order) == {"status": 0, "step": 5, "finished": True}
     assert measured(tmp_path / "run", "loss") == pytest.approx(measured(tmp_path / "alone", "loss"), rel=2e-5)
@@ -126,6 +127,14 @@ def test_shares_of_all_ranks_are_the_batch_in_order(rows, size):
     shares = [World(rank, size).share(rows) for rank in range(size)]
     assert [row for share in shares for row in share] == list(range(rows))
     assert len(shares[0]) - len(shares[-1]) in (0, 1)
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranks", "dimension"),
+    [((2, 5, 412, 76), 2, 0), ((2, 5, 412, 76), 4, 2), ((2, 5, 412), 8, 0), ((10, 416), 4, 1), ((412,), 8, 0)],
+)
+def test_parameters_are_cut_where_they_divide_or_along_the_first_dimension(shape, ranks, dimension):
+    assert shard_dimension(shape, ranks) == dimension
 
 
 def test_fsdp_without_torchrun_is_refused(zygote, tmp_path):

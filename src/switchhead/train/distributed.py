@@ -221,6 +221,14 @@ class Parallelism:
         return contextlib.nullcontext()
 
 
+def shard_dimension(shape: Sequence[int], ranks: int) -> int:
+    """Dimension along which FSDP2 cuts a parameter: the first that divides, or the first of all.
+
+    That one alone may be cut unevenly; FSDP2 pads it. Experts are few, so theirs are mostly cut along their widths.
+    """
+    return next((dimension for dimension, width in enumerate(shape) if width % ranks == 0), 0)
+
+
 def whole(tensor: Tensor) -> Tensor:
     """A tensor with all its shards: every rank has to ask."""
     return tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
@@ -251,8 +259,7 @@ def _shard(model: nn.Module, world: World, *, compile: bool) -> None:
     mesh = init_device_mesh(device.type, (world.size,))
 
     def placement(parameter: nn.Parameter) -> Shard:
-        """The first dimension that divides; only the first of all may be cut unevenly."""
-        return Shard(next((dim for dim, width in enumerate(parameter.shape) if width % world.size == 0), 0))
+        return Shard(shard_dimension(parameter.shape, world.size))
 
     for layer in model.model.layers:  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
         if compile:
