@@ -10,7 +10,8 @@ from lm_eval.api.instance import Instance
 from lm_eval.tasks import TaskManager
 
 from switchhead.data import ByteSubsetVocabulary, ByteVocabulary
-from switchhead.eval import evaluate_blimp, evaluate_cbt, evaluate_lambada, load_language_model
+from switchhead.data.bpe import train_bpe
+from switchhead.eval import encode_request, evaluate_blimp, evaluate_cbt, evaluate_lambada, load_language_model
 from switchhead.eval.harness import TASKS, SwitchHeadLM
 from switchhead.eval.lambada import STANDARD
 from tests.eval.conftest import DATA
@@ -36,6 +37,18 @@ def saved(make_model, tmp_path):
 def run_harness(model, tasks):
     manager = TaskManager(include_path=str(TASKS), include_defaults=False, metadata={"task_data": str(DATA)})
     return simple_evaluate(model=model, tasks=tasks, task_manager=manager, bootstrap_iters=0, log_samples=True)
+
+
+def record_tokens(model):
+    """What a model of the harness gets to score from now on: texts, tokens of the context and of the continuation."""
+    seen, score = [], model._loglikelihood_tokens
+    model._loglikelihood_tokens = lambda requests, **options: (seen.extend(requests), score(requests, **options))[1]
+    return seen
+
+
+def sub_words():
+    """A small sub-word vocabulary."""
+    return train_bpe(["The dogs bark at night. " * 20, (DATA / "lambada_test.jsonl").read_text()], 340)
 
 
 def requests(*texts, kind="loglikelihood"):
@@ -74,6 +87,35 @@ def test_the_harness_scores_the_tokens_that_plain_forwards_score(saved):
             assert greedy == bool((scores.argmax(-1) == targets).all())
             checked += 1
     assert checked == 2 * 20 + 6
+
+
+def test_the_harness_makes_the_tokens_of_the_native_scorer(saved):
+    """Sub-word tokens of every request, as the harness cuts them and as `encode_request` does."""
+    vocabulary = sub_words()
+    model = SwitchHeadLM(saved(vocabulary), device="cpu")
+    seen = record_tokens(model)
+    run_harness(model, NAMES)
+    assert len(seen) == 2 * 20 + 2 * 6 + 10 * 5
+    for (context, continuation), *tokens in seen:
+        assert tuple(tokens) == encode_request(vocabulary, context, continuation)
+
+
+def test_the_harness_s_own_model_of_hugging_face_agrees(saved):
+    """The same tokens, and likelihoods to 1e-4, from code that shares nothing with ours; it needs accelerate."""
+    pytest.importorskip("accelerate")
+    from lm_eval.models.huggingface import HFLM
+
+    vocabulary = sub_words()
+    ours = SwitchHeadLM(saved(vocabulary), device="cpu")
+    options = {"backend": "causal", "batch_size": 8, "add_bos_token": True}
+    theirs = HFLM(pretrained=ours.model, tokenizer=vocabulary.tokenizer, **options)
+    seen = record_tokens(ours), record_tokens(theirs)
+    samples = [run_harness(model, NAMES[:3])["samples"] for model in (ours, theirs)]
+    assert [request[1:] for request in seen[0]] == [request[1:] for request in seen[1]]
+    for name in NAMES[:3]:
+        for mine, other in zip(samples[0][name], samples[1][name], strict=True):
+            for (value, greedy), expected in zip(mine["filtered_resps"], other["filtered_resps"], strict=True):
+                assert (value, greedy) == (pytest.approx(expected[0], abs=1e-4), expected[1])
 
 
 def test_without_a_beginning_token_the_first_token_is_context(saved):

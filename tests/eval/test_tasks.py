@@ -2,6 +2,8 @@ import gzip
 import json
 import shutil
 import sys
+from collections import Counter
+from pathlib import Path
 from types import ModuleType
 
 import pytest
@@ -9,16 +11,20 @@ import pytest
 from switchhead.errors import DataError
 from switchhead.eval import (
     Settings,
+    blimp,
     evaluate_blimp,
     evaluate_cbt,
     evaluate_lambada,
     evaluate_tasks,
+    lambada,
     score_continuations,
 )
+from switchhead.eval.examples import load_examples
 from switchhead.eval.lambada import STANDARD
 from switchhead.eval.likelihood import encode_request
 from tests.eval.conftest import DATA
 
+FULL = Path(__file__).parents[3] / "shared" / "data"
 PAIR = {"sentence_good": "a b", "sentence_bad": "b a", "UID": "p", "field": "f", "linguistics_term": "t"}
 QUESTION = {"sentences": ["A cat."], "question": "A XXXXX .", "answer": "cat", "options": ["cat", "dog"]}
 EVALUATE = {
@@ -235,3 +241,14 @@ def test_an_unknown_task_and_perplexity_without_text_are_refused_at_once(model):
         evaluate_tasks(model, ["perplexity"], Settings())
     with pytest.raises(ValueError, match="limit is 0"):
         Settings(limit=0)
+
+
+@pytest.mark.skipif(not FULL.is_dir(), reason="the full data is not there")
+def test_the_full_data_is_read_whole():
+    _, pairs = load_examples(blimp.FILE, blimp.HUB, blimp.parse, task_data=FULL)
+    assert Counter(pair.paradigm for pair in pairs) == dict.fromkeys({pair.paradigm for pair in pairs}, 1000)
+    assert len({pair.paradigm for pair in pairs}) == 67
+    assert {pair.field for pair in pairs} == {"morphology", "semantics", "syntax", "syntax_semantics"}
+    for form in (lambada.OPENAI, lambada.STANDARD):
+        _, passages = load_examples(form.file, form.hub, lambada.parse, task_data=FULL)
+        assert len(passages) == 5153
