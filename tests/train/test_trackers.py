@@ -45,6 +45,7 @@ def test_a_service_that_is_not_installed_is_named(settings, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(RunError, match=r"--tracker wandb needs the package 'wandb': pip install wandb"):
         train(**settings, tracker="wandb")
+    assert not settings["out"].exists()
 
 
 def test_a_service_that_does_not_start_ends_the_run_with_one_error(settings, monkeypatch):

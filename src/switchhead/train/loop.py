@@ -25,7 +25,7 @@ from switchhead.train.hardware import peak_memory, peak_tokens_per_second
 from switchhead.train.metrics import MetricsLog, NoMetrics
 from switchhead.train.progress import make_progress
 from switchhead.train.run import create_run, describe_run, reopen_run
-from switchhead.train.trackers import Service, Tracker
+from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
 
 
@@ -94,6 +94,8 @@ def train(
         TrainingError: the loss is not finite, or another process was lost.
     """
     place = choose_device(device)
+    if tracker is not None:
+        load_service(tracker)
     with join_world(place) as world:
         place = world.place(place)
         # One rank compares checksums, for all.
@@ -104,6 +106,7 @@ def train(
             batches = _make_batches(model, training, corpus)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
+        trainer = Trainer(model, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         described = describe_run(
             recipe=recipe,
             model=model,
@@ -112,7 +115,6 @@ def train(
         )
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
         run = world.first(lambda: opened(Path(out), described, vocabulary)) or open_run(Path(out))
-        trainer = Trainer(model, training, batches, place, world, parallel)
         if checkpoint := _newest_checkpoint(run, world):
             trainer.restore(checkpoint)
         session = _Session(trainer, run, title=recipe or run.path.name, show=progress, tracker=tracker)

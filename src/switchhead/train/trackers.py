@@ -14,6 +14,18 @@ Service = Literal["wandb", "trackio"]
 PROJECT = "switchhead"
 
 
+def load_service(service: Service) -> Any:
+    """The module of a service.
+
+    Raises:
+        RunError: it is not installed.
+    """
+    try:
+        return importlib.import_module(service)
+    except ImportError as error:
+        raise RunError(f"--tracker {service} needs the package {service!r}: pip install {service}") from error
+
+
 class Tracker:
     """A run shown by a service; one that is resumed goes on under its name.
 
@@ -26,10 +38,7 @@ class Tracker:
     """
 
     def __init__(self, service: Service, run: RunDirectory) -> None:
-        try:
-            self._service: Any = importlib.import_module(service)
-        except ImportError as error:
-            raise RunError(f"--tracker {service} needs the package {service!r}: pip install {service}") from error
+        self._service = load_service(service)
         settings: dict[str, Any] = {"project": PROJECT, "name": run.path.name, "resume": "allow"}
         if service == "wandb":  # finds a run to resume by its id, not its name
             place = f"{run.path.resolve()} {run.fingerprint}"
