@@ -72,3 +72,9 @@ def test_groups_nobody_chose_are_empty(device):
     indices = torch.zeros(20, 1, 1, dtype=torch.int32, device=device)
     groups = group_rows(indices, Rows(1, 1, 1, 1, 4))
     assert groups.offsets.tolist() == [0, 20, 20, 20, 20]
+
+
+def test_slots_sorted_one_by_one_need_no_number_of_sets():
+    """512 choose 4 does not fit into the kernels' 32 bits."""
+    assert Rows(1, 4, 1, 4, 512, pooled=True, single=True).sets == 1
+    assert Rows(1, 1, 2, 2, 4).sets == 6

@@ -185,9 +185,3 @@ def test_ten_lengths_compile_at_most_twice_and_without_a_break(device):
         for a, b in zip(grads, torch.autograd.grad(eager, (x, weight, routing.gates)), strict=True):
             assert torch.equal(a, b)
     assert counter.frame_count <= 2
-
-
-@pytest.mark.parametrize("reduce", ["heads", None])
-def test_hundreds_of_experts(reduce, device, without_decoding):
-    """More sets of experts than 32 bits can number."""
-    assert_agrees(*operands(20, 1, 512, 4, 16, 16, pooled=True, device=device), reduce)
