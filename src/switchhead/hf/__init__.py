@@ -7,12 +7,8 @@ from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from switchhead.hf import experts
 from switchhead.hf.configuration import SwitchHeadConfig
-from switchhead.hf.modeling import (
-    SwitchHeadCausalLMOutput,
-    SwitchHeadForCausalLM,
-    SwitchHeadModel,
-    SwitchHeadModelOutput,
-)
+from switchhead.hf.modeling import SwitchHeadForCausalLM, SwitchHeadModel
+from switchhead.hf.outputs import SwitchHeadCausalLMOutput, SwitchHeadModelOutput
 
 AutoConfig.register(SwitchHeadConfig.model_type, SwitchHeadConfig)
 AutoModel.register(SwitchHeadConfig, SwitchHeadModel)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,54 +11,16 @@ from jaxtyping import Float, Int
 from torch import Tensor, nn
 from transformers import Cache, DynamicCache, GenerationMixin, PreTrainedModel
 from transformers.modeling_layers import GradientCheckpointingLayer
-from transformers.modeling_outputs import BaseModelOutputWithPast, CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
 from switchhead.hf.compat import CACHE_NAME, named_cache, one_cache
 from switchhead.hf.configuration import SwitchHeadConfig
 from switchhead.hf.kinds import ATTENTION, FEED_FORWARD, NORM
 from switchhead.hf.masks import fixed_cache_mask, layer_masks
+from switchhead.hf.outputs import SwitchHeadCausalLMOutput, SwitchHeadModelOutput, aux_outputs
 from switchhead.hf.router_logits import RouterLogits
 from switchhead.nn import Block
 from switchhead.ops import chunked_cross_entropy
-
-Memory = tuple[Float[Tensor, "batch M d_model"], ...]
-
-
-@dataclass
-class SwitchHeadModelOutput(BaseModelOutputWithPast):
-    """What `SwitchHeadModel` returns.
-
-    The key-value cache is `cache`, or `past_key_values` before transformers 5.24.
-
-    Attributes:
-        memory: for each layer the last `config.memory_length` hidden states before it, `[B, M, D]`, without gradient;
-            None where the model keeps no memory or used a cache.
-        router_logits: scores `[B, tokens, heads, experts]` of every router, in the order of the layers and in each
-            layer destination before source before feed-forward; with `output_router_logits=True`.
-        aux_loss: auxiliary losses, each times its weight in the configuration, summed over layers; in training, where a
-            weight is not 0.
-        aux_losses: with them, each loss without its weight, the mean of the layers, by its name.
-    """
-
-    memory: Memory | None = None
-    router_logits: tuple[Tensor, ...] | None = None
-    aux_loss: Tensor | None = None
-    aux_losses: dict[str, Tensor] | None = None
-
-
-@dataclass
-class SwitchHeadCausalLMOutput(CausalLMOutputWithPast):
-    """What `SwitchHeadForCausalLM` returns; fields as in `SwitchHeadModelOutput`.
-
-    `loss` is the cross-entropy plus `aux_loss`, where there is one. `logits` is None where the loss was computed in
-    chunks.
-    """
-
-    memory: Memory | None = None
-    router_logits: tuple[Tensor, ...] | None = None
-    aux_loss: Tensor | None = None
-    aux_losses: dict[str, Tensor] | None = None
 
 
 class SwitchHeadLayer(GradientCheckpointingLayer, Block):
@@ -237,7 +198,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
             hidden_states=(*states, hidden) if wants_states else None,
             memory=tuple(kept) or None,
             router_logits=None if logits is None else logits.of_batch(len(hidden)),
-            **_aux_outputs(aux, weights),
+            **aux_outputs(aux, weights),
             **named_cache(cache),
         )
 
@@ -408,17 +369,6 @@ class _LayerCache:
     def update(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Add keys and values `[B, H, T, d]`; return all of them."""
         return self.cache.update(k, v, self.layer)
-
-
-def _aux_outputs(aux: Sequence[Float[Tensor, " losses"]], weights: dict[str, float]) -> dict[str, Any]:
-    """Auxiliary losses of all layers as fields of the output; none where none were asked for."""
-    if not aux:
-        return {}
-    by_layer = torch.stack(list(aux))  # [layers, losses]
-    return {
-        "aux_loss": (by_layer.sum(0) * by_layer.new_tensor(list(weights.values()))).sum(),
-        "aux_losses": dict(zip(weights, by_layer.mean(0), strict=True)),
-    }
 
 
 def _remember(memory: Tensor | None, hidden: Tensor, length: int) -> Float[Tensor, "batch M d_model"]:
