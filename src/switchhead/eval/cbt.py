@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 from switchhead.errors import DataError
@@ -73,30 +75,38 @@ def evaluate_cbt(
     if not names:
         raise DataError(f"{task_data} has neither cbt_cn.jsonl nor cbt_ne.jsonl (or .gz, .xz, .zst)")
     loaded = {name: load_examples(name, HUB[name], parse, task_data=task_data) for name in names}
-    questions = [question for _, examples in loaded.values() for question in examples[:limit]]
-    longest = context_length(language_model.model, chunk_length)
-    requests, cut = [], 0
-    for question in questions:
-        options, is_cut = _requests(language_model, question, longest)
-        requests += options
-        cut += is_cut
-    likelihoods = score_continuations(language_model.model, requests, batch_size=batch_size, chunk_length=chunk_length)
-    values = iter(likelihood.log_likelihood for likelihood in likelihoods)
-    correct = iter([_is_correct(question, [next(values) for _ in question.completed]) for question in questions])
-    kinds = {
-        KINDS[name]: results.mean(float(next(correct)) for _ in examples[:limit])
-        for name, (_, examples) in loaded.items()
-    }
+    questions = {name: examples[:limit] for name, (_, examples) in loaded.items()}
+    kinds, cut = {}, 0
+    for name in names:
+        correct, n_cut = _answer(language_model, questions[name], batch_size, chunk_length)
+        kinds[KINDS[name]] = results.mean(map(float, correct))
+        cut += n_cut
+    every = list(chain.from_iterable(questions.values()))
     return TaskResult(
         task="cbt",
         version=VERSION,
         data=", ".join(dict.fromkeys(source for source, _ in loaded.values())),
-        data_sha256=sha256_of(questions),
-        examples=len(questions),
+        data_sha256=sha256_of(every),
+        examples=len(every),
         cut=cut,
         scores={"accuracy": results.macro_average(list(kinds.values()))},
         details={"kind": kinds},
     )
+
+
+def _answer(
+    language_model: LanguageModel, questions: Sequence[Question], batch_size: int | None, chunk_length: int | None
+) -> tuple[list[bool], int]:
+    """Whether each question is answered right, and the contexts of how many had to be cut."""
+    model = language_model.model
+    requests, cut = [], 0
+    for question in questions:
+        options, is_cut = _requests(language_model, question, context_length(model, chunk_length))
+        requests += options
+        cut += is_cut
+    likelihoods = iter(score_continuations(model, requests, batch_size=batch_size, chunk_length=chunk_length))
+    values = ([next(likelihoods).log_likelihood for _ in question.completed] for question in questions)
+    return [_is_correct(question, found) for question, found in zip(questions, values, strict=True)], cut
 
 
 def _requests(language_model: LanguageModel, question: Question, longest: int | None) -> tuple[list[Request], bool]:
