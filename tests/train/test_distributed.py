@@ -28,7 +28,7 @@ def weights(run):
     return dict(load_run(run, device="cpu").model.named_parameters())
 
 
-@pytest.fixture(scope="module", params=["rotary", "relative", "dense", "switchall"])
+@pytest.fixture(scope="module", params=["idle", "relative", "dense", "switchall"])
 def alone(request, zygote, tmp_path_factory):
     """A run of one process: its kind and directory."""
     out = tmp_path_factory.mktemp("alone") / "run"

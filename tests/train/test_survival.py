@@ -6,6 +6,7 @@ import os
 import random
 import shutil
 import signal
+import time
 from pathlib import Path
 
 import pytest
@@ -85,14 +86,20 @@ def test_a_run_killed_at_any_moment_resumes_with_the_losses_of_an_uninterrupted_
 @pytest.mark.slow
 def test_a_run_killed_at_twenty_random_moments_arrives(zygote, uninterrupted, tmp_path):
     kind, expected = uninterrupted
+    started = time.monotonic()
+    assert zygote.train(tmp_path / "timed", kind=kind)["finished"]
+    duration = time.monotonic() - started
     chance = random.Random(0)
-    killed = 0
+    killed, run = 0, tmp_path / "run"
     for _ in range(20):
-        seconds = chance.uniform(0.0, 0.25)  # a whole run takes about as long
-        killed += zygote.train(tmp_path, kind=kind, resume=True, kill_after=seconds)["status"] == -signal.SIGKILL
+        answer = zygote.train(run, kind=kind, resume=True, kill_after=chance.uniform(0, duration))
+        killed += answer["status"] == -signal.SIGKILL
+        if answer.get("finished"):  # and another one
+            assert losses(run) == expected
+            shutil.rmtree(run)
     assert killed >= 5
-    assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
-    assert losses(tmp_path) == expected
+    assert zygote.train(run, kind=kind, resume=True)["finished"]
+    assert losses(run) == expected
 
 
 def test_sigterm_finishes_the_step_saves_and_leaves_with_success(zygote, uninterrupted, tmp_path):

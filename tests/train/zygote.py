@@ -34,6 +34,7 @@ from switchhead.train import TrainingConfig, train
 MODELS = {
     "relative": {"positions": "relative", "memory_length": 12},
     "rotary": {"positions": "rotary"},
+    "idle": {"num_experts": 16, "num_experts_per_tok": 1},  # more experts than tokens
     "dense": {"attention": "mha", "num_experts": None, "expert_dropout": 0.0},
     "switchall": {
         "feed_forward": "sigma_moe",
