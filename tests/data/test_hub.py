@@ -71,7 +71,7 @@ def test_pes2o_is_read_from_its_json_files(tmp_path):
 
 
 ARTICLES = [
-    " \n = First = \n \n Text , with an equation : \n = not a title \n \n = = Section = = \n \n More . \n \n",
+    " \n = First = \n \n Text , with an equation : \n = not a title = \n 1 . \n \n = = Section = = \n \n More . \n \n",
     " = Second = \n \n Text that goes on \n in the next file . \n \n",
     " = = = \n",
 ]

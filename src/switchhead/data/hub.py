@@ -14,6 +14,8 @@ from pathlib import Path
 from switchhead.data.sources import Part, Source, read_jsonl, read_parquet
 from switchhead.errors import DataError
 
+_BLANK = " \n"  # a line of WikiText
+
 
 @dataclass(frozen=True, kw_only=True)
 class Repository:
@@ -42,18 +44,15 @@ def read_wikitext(paths: Iterable[str]) -> Iterator[str]:
     """Articles of WikiText files whose rows are lines.
 
     The rows of the hub's files are the lines of the original ones, but that lines of a single space are empty; here
-    they are spaces again. An article begins with its title, a line ` = Title = `.
+    they are spaces again. An article begins with its title, a line ` = Title = ` between two of those: without them it
+    may be part of an equation.
     """
     lines: list[str] = []
-    in_article = False
     for row in (row for path in paths for row in read_parquet(path, "text")):
-        line = row or " \n"
-        is_title = line.startswith(" = ") and line.endswith(" = \n") and not line.startswith(" = = ")
-        if is_title and in_article:
-            yield "".join(lines)
-            lines.clear()
-        in_article = in_article or is_title
-        lines.append(line)
+        lines.append(row or _BLANK)
+        if len(lines) > 3 and lines[-3] == lines[-1] == _BLANK and _is_title(lines[-2]):
+            yield "".join(lines[:-2])
+            del lines[:-2]
     yield "".join(lines)
 
 
@@ -138,6 +137,10 @@ def _read_dataset(name: str, config: str | None, split: str, column: str) -> Ite
         if not isinstance(text, str):
             raise DataError(f"{name}, {split}, row {number} has no text column {column!r} (it has: {', '.join(row)})")
         yield text
+
+
+def _is_title(line: str) -> bool:
+    return line.startswith(" = ") and line.endswith(" = \n") and not line.startswith(" = = ")
 
 
 def _list_files(repository: Repository, revision: str | None) -> tuple[list[str], str | None]:
