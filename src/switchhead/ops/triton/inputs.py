@@ -79,7 +79,7 @@ def _project_inputs(
             rotate_heads(rows, cos, sin)
         plain.append(rows)
     kept = tokens.new_empty(0)
-    if tokens.shape[0] <= DECODE_TOKENS and not keep:
+    if not keep and tokens.shape[0] <= DECODE_TOKENS:
         out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads)
         out = pad_width(out, width).view(-1, heads, width)
     else:

@@ -127,7 +127,7 @@ def _forward(
     shape = _out_shape(p, reduce, d_out)
     if p.tokens == 0:
         return x.new_empty(shape), x.new_empty(0, p.heads, p.k, d_out) if keep_slots else nothing
-    if p.tokens <= DECODE_TOKENS and not keep_slots:
+    if not keep_slots and p.tokens <= DECODE_TOKENS:
         per_token = {"heads": 1, "k": p.heads, "none": p.heads * p.k}[reduce]
         out = decode(x, weight, None if reduce == "none" else gates, expert_indices, dtype, per_token=per_token)
         return out.view(shape), nothing
