@@ -15,6 +15,10 @@ from switchhead.ops.widths import aligned_width, pad, pad_width
 from switchhead.routing import Routing
 
 
+# Backward of the one operator multiplies with all experts; beyond this E / k kernels on the chosen ones should win.
+_ONE_OPERATOR_RATIO = 3.0
+
+
 def project_inputs(
     x: Float[Tensor, "tokens d_model"],
     queries: Float[Tensor, "heads_d d_model"],
@@ -32,8 +36,8 @@ def project_inputs(
 ]:
     """Rotated queries and keys, `route(x, routers, k)`, and `moe_linear(x, values, ...)` by the last routers.
 
-    On a GPU with sigmoid gates this is one operator: all have one gradient with respect to x, and adding up several of
-    its size costs as much as a projection.
+    On a GPU with sigmoid gates and E / k up to 3 this is one operator: all have one gradient with respect to x, and
+    adding up several of its size costs as much as a projection.
 
     Args:
         x: tokens.
@@ -55,7 +59,12 @@ def project_inputs(
     dtype = compute_dtype(x, queries, keys, values)
     if backend == "triton":
         require_triton(x.device, dtype)
-    fused = backend == "triton" or (backend == "auto" and x.is_cuda and triton_obstacle(x.device, dtype) is None)
+    fused = backend == "triton" or (
+        backend == "auto"
+        and x.is_cuda
+        and values.shape[1] <= _ONE_OPERATOR_RATIO * k
+        and triton_obstacle(x.device, dtype) is None
+    )
     if fused and gating == "sigmoid":
         from switchhead.ops.triton.inputs import project_inputs as run
 
