@@ -14,7 +14,6 @@ from switchhead.ops.router import Gating, route
 from switchhead.ops.widths import aligned_width, pad, pad_width
 from switchhead.routing import Routing
 
-
 # Backward of the one operator multiplies with all experts; beyond this E / k kernels on the chosen ones should win.
 _ONE_OPERATOR_RATIO = 3.0
 
