@@ -3,7 +3,9 @@ import math
 import pytest
 import torch
 from torch import nn
+from transformers.utils.generic import find_labels
 
+from switchhead.hf import SwitchHeadForCausalLM
 from switchhead.hf.router_logits import RouterLogits
 from switchhead.nn import Router
 from switchhead.ops import document_boundaries
@@ -49,6 +51,23 @@ def test_number_of_items_divides_the_summed_loss():
     tokens = random_tokens(2, 6)
     mean = model(tokens, labels=tokens).loss
     assert model(tokens, labels=tokens, num_items_in_batch=20).loss.item() == pytest.approx(mean.item() / 2, rel=1e-6)
+
+
+@pytest.mark.parametrize("options", [{}, {"loss_chunk_length": 4}])
+def test_losses_of_accumulated_batches_weigh_auxiliary_losses_by_scored_tokens(options):
+    model = lively_model(variant_config("moa with all losses")).train()
+    few, many = random_tokens(1, 6), random_tokens(3, 6, seed=2)
+    some = many.clone()
+    some[:, :3] = -100
+    for tokens, labels, share in ((few, few, 5 / 14), (many, some, 9 / 14)):
+        mean = model(tokens, labels=labels)
+        part = model(tokens, labels=labels, num_items_in_batch=torch.tensor(14), **options)
+        assert part.aux_loss.item() == pytest.approx(mean.aux_loss.item() * share, rel=1e-6)
+        assert part.loss.item() == pytest.approx(mean.loss.item() * share, rel=1e-6)
+
+
+def test_the_trainer_of_transformers_finds_the_labels_it_evaluates_with():
+    assert find_labels(SwitchHeadForCausalLM) == ["labels"]
 
 
 @pytest.mark.parametrize("kept", [1, 3, torch.tensor([0, 4])])

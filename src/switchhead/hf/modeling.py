@@ -247,7 +247,6 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         past_key_values: Cache | None = None,
         inputs_embeds: Float[Tensor, "batch T d_model"] | None = None,
         labels: Int[Tensor, "batch T"] | None = None,
-        shift_labels: Int[Tensor, "batch T"] | None = None,
         use_cache: bool = False,
         output_hidden_states: bool | None = None,
         output_router_logits: bool = False,
@@ -268,8 +267,6 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
             past_key_values: the same, under its name before transformers 5.24.
             inputs_embeds: in place of `input_ids`.
             labels: the tokens again (they are shifted here); -100 = not scored.
-            shift_labels: the token after each position, in place of `labels`: a text cut into chunks needs it, whose
-                last position is scored by the first token of the next chunk.
             use_cache: start a cache, where none is given.
             output_hidden_states: return the embedding and the output of every layer, the last one normed; default: as
                 the configuration says.
@@ -277,9 +274,17 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
             logits_to_keep: compute scores of the last positions only, or of these; 0: of all.
             loss_chunk_length: compute the loss over so many positions of the flattened batch at a time, without keeping
                 scores: a large vocabulary then costs little memory, and scores are computed once more in backward.
-            **kwargs: `num_items_in_batch` (the loss is a sum divided by it); options of other models as None or False.
+            **kwargs: `shift_labels`, the token after each position in place of `labels`: a text cut into chunks needs
+                it, whose last position is scored by the first token of the next chunk. `num_items_in_batch`, the
+                scored tokens of all batches whose gradients are summed: the cross-entropy is a sum divided by it, and
+                `aux_loss` counts as much as this batch's share of them. (`transformers.Trainer` takes every parameter
+                of forward with "label" in its name for a column that its data must have, so these have none.) Options
+                of other models as None or False.
         """
-        loss_options = _refuse(kwargs, allowed=("num_items_in_batch",))
+        options = _refuse(kwargs, allowed=("shift_labels", "num_items_in_batch"))
+        targets, n_items = options.get("shift_labels"), options.get("num_items_in_batch")
+        if targets is None and labels is not None:
+            targets = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
         output: SwitchHeadModelOutput = self.model(
             input_ids,
             attention_mask,
@@ -298,26 +303,29 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
         hidden = self.output_dropout(output.last_hidden_state[:, kept])
         logits = loss = None
         if loss_chunk_length is not None:
-            loss = self._chunked_loss(hidden, labels, shift_labels, loss_chunk_length, **loss_options)
+            loss = self._chunked_loss(hidden, targets, loss_chunk_length, n_items)
         else:
             logits = self.lm_head(hidden)
-            if labels is not None or shift_labels is not None:
+            if targets is not None:
                 loss = self.loss_function(
                     logits=logits,
                     labels=labels,
-                    shift_labels=None if shift_labels is None else shift_labels.contiguous(),
+                    shift_labels=targets.contiguous(),
                     vocab_size=self.config.vocab_size,
-                    **loss_options,
+                    num_items_in_batch=n_items,
                 )
-        if loss is not None and output.aux_loss is not None:
-            loss = loss + output.aux_loss
+        aux_loss = output.aux_loss
+        if loss is not None and aux_loss is not None:
+            if n_items is not None:
+                aux_loss = aux_loss * (targets != -100).sum() / n_items
+            loss = loss + aux_loss
         return SwitchHeadCausalLMOutput(
             loss=loss,
             logits=logits,
             hidden_states=output.hidden_states,
             memory=output.memory,
             router_logits=output.router_logits,
-            aux_loss=output.aux_loss,
+            aux_loss=aux_loss,
             aux_losses=output.aux_losses,
             **named_cache(getattr(output, CACHE_NAME)),
         )
@@ -325,22 +333,19 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
     def _chunked_loss(
         self,
         hidden: Float[Tensor, "batch T d_model"],
-        labels: Tensor | None,
-        shift_labels: Tensor | None,
+        targets: Int[Tensor, "batch T"] | None,
         chunk_length: int,
-        num_items_in_batch: int | Tensor | None = None,
+        n_items: int | Tensor | None,
     ) -> Float[Tensor, ""]:
-        if shift_labels is None:
-            if labels is None:
-                raise ValueError("loss_chunk_length needs labels or shift_labels to compute a loss of")
-            shift_labels = nn.functional.pad(labels[:, 1:], (0, 1), value=-100)
-        if shift_labels.shape != hidden.shape[:2]:
-            raise ValueError(f"labels must be {list(hidden.shape[:2])}, as the input; got {list(shift_labels.shape)}")
+        if targets is None:
+            raise ValueError("loss_chunk_length needs labels or shift_labels to compute a loss of")
+        if targets.shape != hidden.shape[:2]:
+            raise ValueError(f"labels must be {list(hidden.shape[:2])}, as the input; got {list(targets.shape)}")
         loss = chunked_cross_entropy(
-            hidden.flatten(0, 1), self.lm_head.weight, self.lm_head.bias, shift_labels.flatten(),
-            chunk_length=chunk_length, reduction="mean" if num_items_in_batch is None else "sum",
+            hidden.flatten(0, 1), self.lm_head.weight, self.lm_head.bias, targets.flatten(),
+            chunk_length=chunk_length, reduction="mean" if n_items is None else "sum",
         )  # fmt: skip
-        return loss if num_items_in_batch is None else loss / num_items_in_batch
+        return loss if n_items is None else loss / n_items
 
     @staticmethod
     def create_masks_for_generate(

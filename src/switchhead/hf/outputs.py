@@ -40,8 +40,8 @@ class SwitchHeadModelOutput(BaseModelOutputWithPast):
 class SwitchHeadCausalLMOutput(CausalLMOutputWithPast):
     """What `SwitchHeadForCausalLM` returns; fields as in `SwitchHeadModelOutput`.
 
-    `loss` is the cross-entropy plus `aux_loss`, where there is one. `logits` is None where the loss was computed in
-    chunks.
+    `loss` is the cross-entropy plus `aux_loss`, where there is one; with `num_items_in_batch` both are this batch's
+    part of a sum. `logits` is None where the loss was computed in chunks.
     """
 
     memory: Memory | None = None
