@@ -17,6 +17,7 @@ from switchhead.data.prepare import Settings, prepare
 from switchhead.data.sources import _READERS, read_jsonl
 from switchhead.data.tokens import join_documents
 from switchhead.data.vocabulary import documents_of
+from switchhead.data.writer import Writer
 from switchhead.errors import DataError
 
 DOCUMENTS = [topics[name] for name in sorted(topics)]
@@ -190,6 +191,19 @@ class TestInterruptions:
                 continue
             break
         assert contents(tmp_path / "often") == contents(tmp_path / "whole")
+
+    def test_killed_behind_the_shard_that_reaches_the_limit_it_reads_no_further(self, jsonl, tmp_path, monkeypatch):
+        chosen = settings(jsonl, held_out=0.5, limit_tokens=20_000, shard_tokens=1)  # every chunk is a shard
+        prepare(chosen, tmp_path / "whole")
+
+        def die(self):
+            raise KeyboardInterrupt
+
+        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+            patch.setattr(Writer, "end", die)
+            prepare(chosen, tmp_path / "out")
+        prepare(chosen, tmp_path / "out")
+        assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
     @pytest.mark.slow
     def test_a_kill_leaves_no_process_behind_and_the_next_call_goes_on(self, jsonl, tmp_path):

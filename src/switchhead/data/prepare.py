@@ -183,15 +183,16 @@ def _write_pass(
     start = writer.begin(name, len(parts))
     if start is None:
         return
-    limit = work.settings.limit_tokens
-    for encoded, position in encode_chunks(read_chunks(parts, start, split_of), work.out / TOKENIZER, processes):
+    limit = work.settings.limit_tokens if name == "train" else None
+    chunks = () if limit == writer.tokens_of("train") else read_chunks(parts, start, split_of)
+    for encoded, position in encode_chunks(chunks, work.out / TOKENIZER, processes):
         if limit is not None and "train" in encoded:
             missing = limit - writer.tokens_of("train")
             encoded = {**encoded, "train": encoded["train"].first(missing)}
         writer.append(encoded, position)
         begun = min(position.part + 1, len(parts))
         work.progress(Progress(doing=f"encoding {name}", part=begun, parts=len(parts), tokens=writer.tokens))
-        if limit is not None and writer.tokens_of("train") >= limit and name == "train":
+        if limit == writer.tokens_of("train"):
             break
     writer.end()
 
