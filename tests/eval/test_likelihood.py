@@ -1,5 +1,6 @@
 import pytest
 import torch
+from transformers import GPT2Config, GPT2LMHeadModel
 
 from switchhead.data import ByteSubsetVocabulary
 from switchhead.eval import Request, encode_request, score_continuations
@@ -75,6 +76,54 @@ def test_texts_that_differ_in_their_end_are_read_once(make_model, vocabulary):
     score_continuations(model, [encode_request(vocabulary, "", text) for text in texts])
     (inputs,) = read
     assert len(inputs) == 3  # "The cat sa", "The cat si", "A do"
+
+
+SHARED = [
+    *(
+        ("The cat sat on the mat, and there it was. " * 2, end)
+        for end in (" A dog ran", " A dog", " No one, in truth.")
+    ),
+    *(("On that day a cat went up the hill, where" + context, " he sat") for context in (" once", " twice")),
+    ("Short", " word"),
+    ("On that day a cat went", " down"),
+]
+
+
+def gpt2():
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=257, n_positions=128, n_embd=8, n_layer=2, n_head=2, initializer_range=0.5)
+    return GPT2LMHeadModel(config).double().eval()
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, 4, None])
+@pytest.mark.parametrize("kind", ["rotary", "relative", "gpt2"])
+def test_likelihoods_behind_shared_contexts_are_those_of_one_forward_a_token(make_model, vocabulary, kind, batch_size):
+    model = gpt2() if kind == "gpt2" else make_model(positions=kind, max_position_embeddings=128)
+    requests = [encode_request(vocabulary, *text) for text in SHARED]
+    for request, found in zip(requests, score_continuations(model, requests, batch_size=batch_size), strict=True):
+        expected, greedy = one_by_one(model, request)
+        assert found.log_likelihood == pytest.approx(expected, rel=1e-9)
+        assert found.greedy == greedy
+
+
+@pytest.mark.parametrize("batch_size", [1, 2, None])
+def test_transformer_xl_reads_shared_contexts_as_it_reads_each(make_model, vocabulary, batch_size):
+    model = make_model(**KINDS[2])
+    requests = [encode_request(vocabulary, *text) for text in SHARED]
+    alone = [score_continuations(model, [request])[0].log_likelihood for request in requests]
+    together = score_continuations(model, requests, batch_size=batch_size)
+    assert [found.log_likelihood for found in together] == pytest.approx(alone, rel=1e-9)
+
+
+@pytest.mark.parametrize(("kind", "step"), [({}, 32), (KINDS[2], 8)], ids=["cache", "memory"])
+def test_a_context_that_continuations_share_is_read_once(make_model, vocabulary, kind, step):
+    model = make_model(**{"max_position_embeddings": 1024, **kind})
+    read = []
+    model.register_forward_pre_hook(lambda _, __, kwargs: read.append(kwargs["input_ids"].numel()), with_kwargs=True)
+    context = "Once upon a time there was a cat. " * 10
+    requests = [encode_request(vocabulary, context, f" {letter} cat.") for letter in "abcdefghij"]
+    score_continuations(model, requests)
+    assert sum(read) < 341 + 10 * (step + 7)
 
 
 def test_contexts_that_are_too_long_are_cut_on_the_left_and_counted(make_model, vocabulary):

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from switchhead.data import TokenArray, Vocabulary, load_tokens
 from switchhead.data.vocabulary import documents_of
 from switchhead.eval import reading
-from switchhead.eval.reading import evaluating, memory_length
+from switchhead.eval.reading import default_batch_tokens, evaluating, memory_length
 
 IGNORED = -100  # target that cross_entropy leaves out
 
@@ -81,8 +81,7 @@ def evaluate(
         data: a source, as `switchhead.data.read_documents` takes it, or a prepared directory.
         chunk_length: tokens the model reads at once; default: what it was trained with.
         stride: tokens from one window to the next; default: `chunk_length`.
-        batch_size: default: 1 for models with memory, which is exact; for others as many as make 16,384 tokens, where
-            it changes nothing.
+        batch_size: see `default_batch_size`.
 
     Raises:
         DataError: the source cannot be read.
@@ -95,8 +94,8 @@ def evaluate(
 
 
 def default_batch_size(model: PreTrainedModel, chunk_length: int) -> int:
-    """1 for models with memory, which is exact; for others as many as make 16,384 tokens, where it changes nothing."""
-    return 1 if memory_length(model) else max(1, 16384 // max(chunk_length, 1))
+    """1 for models with memory, which is exact; for others as many as are affordable, where it changes nothing."""
+    return 1 if memory_length(model) else max(1, default_batch_tokens(model) // max(chunk_length, 1))
 
 
 def score_text(model: PreTrainedModel, vocabulary: Vocabulary, tokens: TokenArray, **options: Any) -> Evaluation:

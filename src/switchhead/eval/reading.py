@@ -5,11 +5,17 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import Cache, PreTrainedModel
+
+from switchhead.hf.compat import CACHE_NAME
+
+# What a model goes on from: keys and values of what it has read, or hidden states (Transformer-XL's memory).
+State = Cache | tuple[Tensor, ...] | None
 
 
 def memory_length(model: PreTrainedModel) -> int:
@@ -35,20 +41,64 @@ def context_length(model: PreTrainedModel, length: int | None = None) -> int | N
     return None if memory_length(model) else length or chunk_length(model)
 
 
+def default_batch_tokens(model: PreTrainedModel) -> int:
+    """Tokens to read side by side where nothing else is asked for: few enough that their scores take a gigabyte."""
+    config = getattr(model.config, "text_config", model.config)
+    affordable = 2**28 // getattr(config, "vocab_size", 1)
+    return min(2048 if model.device.type == "cpu" else 16384, affordable)
+
+
+def shareable_step(model: PreTrainedModel, length: int | None = None) -> int | None:
+    """Numbers of tokens that several texts can have read once, by `read_beginnings`, are multiples of this; None: none.
+
+    With memory, chunks begin where they would without sharing. Without, a coarse step lets more texts be read side by
+    side. What models that keep a recurrent state do with one depends on the model.
+    """
+    if memory_length(model):
+        return length or chunk_length(model)
+    if getattr(model, "_is_stateful", False) or CACHE_NAME not in inspect.signature(model.forward).parameters:
+        return None
+    return 32
+
+
+def read_beginnings(
+    model: PreTrainedModel,
+    inputs: Int[Tensor, "beginnings T"],
+    rows: Int[Tensor, " rows"],
+    *,
+    length: int | None = None,
+) -> State:
+    """What `read` goes on from: text i begins with `inputs[rows[i]]`. T is a multiple of the step."""
+    if memory_length(model):
+        memory = None
+        for _, chunk in _chunks(inputs, length or chunk_length(model)):
+            memory = _forward(model, chunk, 1, memory=memory).memory
+        return tuple(states[rows] for states in memory or ())
+    cache = getattr(_forward(model, inputs, 1, use_cache=True), CACHE_NAME)
+    cache.batch_select_indices(rows)
+    return cache
+
+
 def read(
-    model: PreTrainedModel, inputs: Int[Tensor, "rows T"], *, keep: int, length: int | None = None
+    model: PreTrainedModel,
+    inputs: Int[Tensor, "rows T"],
+    *,
+    keep: int,
+    length: int | None = None,
+    after: State = None,
 ) -> Float[Tensor, "rows keep vocab"]:
     """Scores of the token after each of the last `keep` inputs.
 
     A model with memory reads chunks of `length` tokens (default: its own) and carries its memory from one to the next,
-    starting without. Others read all at once.
+    starting without, or from what `read_beginnings` returned. Others read all at once.
     """
     if not memory_length(model):
-        return _logits(model, inputs, keep)
-    first, kept, memory = inputs.shape[1] - keep, [], None
+        cache = {} if after is None else {CACHE_NAME: after}
+        return _forward(model, inputs, keep, use_cache=after is not None, **cache).logits
+    first, kept, memory = inputs.shape[1] - keep, [], after
     for start, chunk in _chunks(inputs, length or chunk_length(model)):
         n_kept = start + chunk.shape[1] - max(first, start)
-        output = model(input_ids=chunk, memory=memory, logits_to_keep=max(n_kept, 1))
+        output = _forward(model, chunk, max(n_kept, 1), memory=memory)
         memory = output.memory
         if n_kept > 0:
             kept.append(output.logits)
@@ -67,10 +117,16 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
         model.train(was_training)
 
 
-def _logits(model: PreTrainedModel, inputs: Tensor, keep: int) -> Tensor:
-    if "logits_to_keep" in inspect.signature(model.forward).parameters:
-        return model(input_ids=inputs, logits_to_keep=keep).logits
-    return model(input_ids=inputs).logits[:, -keep:]
+def _forward(model: PreTrainedModel, inputs: Tensor, keep: int, **options: Any) -> Any:
+    """The output for the last `keep` inputs, of models that can be asked for less than all, and of others."""
+    known = inspect.signature(model.forward).parameters
+    if "use_cache" not in known:
+        options.pop("use_cache", None)
+    if "logits_to_keep" in known:
+        return model(input_ids=inputs, logits_to_keep=keep, **options)
+    output = model(input_ids=inputs, **options)
+    output.logits = output.logits[:, -keep:]
+    return output
 
 
 def _chunks(inputs: Tensor, length: int) -> Iterator[tuple[int, Tensor]]:

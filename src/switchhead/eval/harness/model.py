@@ -30,7 +30,7 @@ class SwitchHeadLM(TemplateLM):
     Args:
         pretrained: as `load_language_model` takes it.
         device: as `load_language_model` takes it.
-        batch_size: texts read side by side; "auto": as many as make 16,384 tokens (2,048 on a CPU).
+        batch_size: texts read side by side; "auto": see `default_batch_tokens`.
         max_length: tokens that the model reads at once; default: as in training.
         dtype: of the computation, "float32" or "bfloat16" (autocast over float32 weights).
         max_batch_size: what the harness passes along with "auto"; without effect.
