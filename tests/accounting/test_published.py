@@ -31,16 +31,28 @@ def test_parameters_round_to_the_printed_figure(name):
     assert as_printed(count_parameters(get_recipe(name).model).total, printed) == printed
 
 
-@pytest.mark.parametrize("name", [name for name, (_, macs, _) in PUBLISHED.items() if macs])
-def test_macs_meet_the_printed_figure_to_its_last_digit(name):
-    printed = PUBLISHED[name][1]
-    assert as_printed(published_cost(name).macs, printed) == printed
+# What counting as the tables do gives where the paper prints something else; the page on accounting says why.
+OTHERWISE = {
+    "wikitext103-47m-moa-h8": ("390.2M", "2.5M"),
+    "c4-47m-switchall": ("203M", "0.8M"),
+    "pes2o-47m-switchall": ("203M", "0.8M"),
+    "c4-244m-switchhead-rope": ("3.4G", "10.0M"),
+}
 
 
-@pytest.mark.parametrize("name", [name for name, (_, _, floats) in PUBLISHED.items() if floats])
-def test_floats_meet_the_printed_figure_to_its_last_digit(name):
-    printed = PUBLISHED[name][2]
-    assert as_printed(published_cost(name).floats, printed) == printed
+@pytest.mark.parametrize("name", [name for name, (_, macs, floats) in PUBLISHED.items() if macs or floats])
+def test_macs_and_floats_meet_the_printed_figures_to_the_last_digit(name):
+    cost = published_cost(name)
+    for number, printed, otherwise in zip(
+        (cost.macs, cost.floats), PUBLISHED[name][1:], OTHERWISE.get(name, (None, None)), strict=True
+    ):
+        assert printed is None or as_printed(number, printed) == (otherwise or printed)
+
+
+def test_a_figure_is_printed_for_c4_that_belongs_to_a_model_with_memory():
+    recipe = get_recipe("c4-244m-switchhead-rope").with_model(memory_length=1024)
+    cost = attention_cost(recipe.model, chunk_length=1024, convention="published")
+    assert [as_printed(cost.macs, "4.2G"), as_printed(cost.floats, "18.4M")] == ["4.2G", "18.4M"]
 
 
 def test_every_recipe_of_the_paper_is_held_against_it():
@@ -49,10 +61,10 @@ def test_every_recipe_of_the_paper_is_held_against_it():
     assert {name: list(figures[:3]) for name, figures in PACKAGED.items()} == PUBLISHED
 
 
-def test_the_comparison_has_every_model_and_meets_every_figure():
+def test_the_comparison_has_every_model_and_marks_those_that_meet_every_figure():
     rows = compare_with_paper()
     assert [row.name for row in rows] == list(PUBLISHED)
-    assert [row.name for row in rows if not row.meets_paper] == []
+    assert {row.name for row in rows if not row.meets_paper} == set(OTHERWISE)
     row = next(row for row in rows if row.name == "c4-262m-switchhead")
     assert (row.dense_twin, row.macs_printed, row.floats_printed) == ("c4-262m-dense", "2.4G", "5.6M")
     assert round(row.macs_ratio_published, 2) == 0.44

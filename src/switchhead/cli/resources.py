@@ -101,7 +101,10 @@ def _show_paper(*, as_json: bool) -> None:
     ]
     print(table(header, [names, *lines], right_aligned=range(1, 12)))
     met = sum(row.meets_paper for row in rows)
-    print(f"\n{met} of {len(rows)} models meet every printed figure to its last digit, counted as the paper counts.")
+    print(
+        f"\n{met} of {len(rows)} models meet every printed figure to its last digit, counted as the paper counts.\n"
+        "docs/accounting.md says why the others do not."
+    )
 
 
 def _show_recipe(recipe: Recipe, twin: Recipe, curves: Mapping[str, Sequence[LengthCost]], *, as_json: bool) -> None:

@@ -1,4 +1,4 @@
-"""The paper's procedure: how many heads and experts replace a dense model's heads (its appendix on hyperparameters)."""
+"""The paper's procedure: how many heads and experts replace a dense model's heads (its section 3)."""
 
 from __future__ import annotations
 

@@ -105,14 +105,15 @@ def _read_trial(recipe: Recipe, path: Path) -> Trial:
         raise RunError(f"{run.metrics} has no validation with a finite loss; train {recipe.name} anew")
     config = SwitchHeadConfig(**run.config["model"])  # with the vocabulary of the text
     parameters, length = count_parameters(config), recipe.training.chunk_length
+    is_mixed = config.attention != "switchhead" or config.expert_projections
     cost = attention_cost(config, chunk_length=length)
     return Trial(
         name=recipe.name,
         run=path.name,
         attention=config.attention,
         heads=config.num_attention_heads,
-        experts=config.num_experts,
-        k=config.num_experts_per_tok,
+        experts=config.num_experts if is_mixed else None,
+        k=config.num_experts_per_tok if is_mixed else None,
         expert_projections=config.expert_projections if config.attention == "switchhead" else None,
         head_dim=config.head_dim,
         intermediate_size=config.intermediate_size,
