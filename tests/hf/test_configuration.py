@@ -52,6 +52,7 @@ from tests.hf.models import SIGMA_MOE, VARIANTS, small_config, variant_config
         ({"memory_length": -1}, "memory_length=-1 must be an integer of at least 0"),
         ({"dropout": 1.0}, "dropout=1.0 must be a number of at least 0 and below 1"),
         ({"dropout": "0.1"}, "dropout='0.1' must be a number"),
+        ({"rope_theta": float("inf")}, "rope_theta=inf must be a number above 0"),
         ({"expert_dropout": -0.1}, "expert_dropout=-0.1 must be"),
         ({"layer_norm_eps": 0}, "layer_norm_eps=0 must be a number above 0"),
         ({"rotary_fraction": 1.5}, "rotary_fraction=1.5 must be"),

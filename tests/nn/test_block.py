@@ -3,7 +3,7 @@ import torch
 from torch import nn
 
 from switchhead import SwitchHeadAttention
-from switchhead.nn import MLP, Block
+from switchhead.nn import MLP, Block, SigmaMoE
 from tests.helpers import relative_error
 
 
@@ -24,6 +24,17 @@ def test_block_is_two_pre_norm_residual_sublayers():
 def test_memory_is_normed_by_the_block():
     module, x = block(), torch.randn(2, 8, 12)
     assert relative_error(module(x[:, 5:], memory=x[:, :5]), module(x)[:, 5:]) < 1e-5
+
+
+def test_padding_of_a_context_hides_no_token_of_the_input_from_auxiliary_losses():
+    module, x, context = block(), torch.randn(2, 5, 12), torch.randn(2, 3, 12)
+    module.feed_forward = SigmaMoE(d_model=12, n_experts=3, expert_size=4, k=1)
+    seen = []
+    module.feed_forward_norm.register_forward_hook(lambda norm, args, tokens: seen.append(tokens))
+    padding = torch.tensor([[False, True, True], [False, False, True]])
+    _, aux = module(x, context=context, key_padding_mask=padding, return_aux=True)
+    _, expected = module.feed_forward(seen[0], return_aux=True)
+    assert aux == {"ffn_entropy_loss": expected["entropy_loss"]}
 
 
 def test_dropout_acts_on_both_sublayers_in_training_only():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import math
 from dataclasses import fields
 from typing import Any, Literal
 
@@ -256,7 +257,7 @@ def _is_integer(value: object, *, minimum: int) -> bool:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool)
+    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
 def _are_distinct(letters: object, alphabet: str) -> bool:

@@ -54,8 +54,5 @@ def aux_outputs(aux: Sequence[Float[Tensor, " losses"]], weights: dict[str, floa
     """Auxiliary losses of all layers as fields of the output; none where none were asked for."""
     if not aux:
         return {}
-    by_layer = torch.stack(list(aux))  # [layers, losses]
-    return {
-        "aux_loss": (by_layer.sum(0) * by_layer.new_tensor(list(weights.values()))).sum(),
-        "aux_losses": dict(zip(weights, by_layer.mean(0), strict=True)),
-    }
+    means = dict(zip(weights, torch.stack(list(aux)).mean(0), strict=True))
+    return {"aux_loss": sum(len(aux) * weight * means[name] for name, weight in weights.items()), "aux_losses": means}

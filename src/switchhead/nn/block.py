@@ -58,7 +58,9 @@ class Block(nn.Module):
             return x + self.dropout(self.feed_forward(self.feed_forward_norm(x)))
         attended, aux = attended
         x = x + self.dropout(attended)
-        padding = attention_inputs.get("key_padding_mask")
-        padding = None if padding is None else padding[:, padding.shape[1] - x.shape[1] :]  # memory stands first
+        padding = None
+        if attention_inputs.get("context") is None:  # whose tokens, not those of x, the mask would be about
+            padding = attention_inputs.get("key_padding_mask")
+            padding = None if padding is None else padding[:, padding.shape[1] - x.shape[1] :]  # memory stands first
         fed, of_feed_forward = self.feed_forward(self.feed_forward_norm(x), padding_mask=padding, return_aux=True)
         return x + self.dropout(fed), {**aux, **{f"ffn_{name}": loss for name, loss in of_feed_forward.items()}}

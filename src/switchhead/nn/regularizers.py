@@ -104,7 +104,7 @@ def _sum_over_tokens(x: Tensor, is_token: Tensor | None) -> Float[Tensor, " expe
 
 def _count(x: Tensor, is_token: Tensor | None) -> Float[Tensor, ""]:
     """Number of tokens, 1 for none, so that an empty batch has no loss."""
-    count = x.new_tensor(x.shape[0]) if is_token is None else is_token.sum().to(x.dtype)
+    count = x.new_full((), x.shape[0]) if is_token is None else is_token.sum().to(x.dtype)
     return count.clamp(min=1)
 
 
