@@ -57,6 +57,7 @@ from tests.hf.models import SIGMA_MOE, VARIANTS, small_config, variant_config
         ({"layer_norm_eps": 0}, "layer_norm_eps=0 must be a number above 0"),
         ({"rotary_fraction": 1.5}, "rotary_fraction=1.5 must be"),
         ({"rotary_fraction": 1.0, "head_dim": 41}, "head_dim=41 must be even where all channels rotate"),
+        (SIGMA_MOE | {"ffn_synchronize_entropy": True}, "ffn_synchronize_entropy=True has no effect with ffn_entropy"),
         ({"shared_selection": 1}, "shared_selection=1 must be True or False"),
         ({"gating": "tanh"}, "gating='tanh' must be 'sigmoid' or 'softmax'"),
         ({"expert_projections": "vv"}, "expert_projections='vv' must be distinct letters of 'qkvo'"),

@@ -241,6 +241,8 @@ class SwitchHeadConfig(PreTrainedConfig):
             self._require("num_key_value_heads", self.num_attention_heads % self.num_key_value_heads == 0, wanted)
         if self.positions == "rotary" and self.rotary_fraction == 1:
             self._require("head_dim", self.head_dim % 2 == 0, "even where all channels rotate (or rotary_fraction < 1)")
+        if self.ffn_synchronize_entropy and not self.ffn_entropy_loss_weight:
+            raise ValueError("ffn_synchronize_entropy=True has no effect with ffn_entropy_loss_weight=0")
         for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
             value = getattr(self, name)
             ids = value if isinstance(value, list) else [] if value is None else [value]
