@@ -47,8 +47,11 @@ def test_results_go_where_they_are_asked_to_go_once(capsys, run, tmp_path):
     command = ["eval", str(run), "--tasks", "blimp", "--task-data", str(DATA), "--out", str(out), "--device", "cpu"]
     assert cli.main(command) == 0
     kept = out.read_text()
+    capsys.readouterr()
     assert cli.main(command) == 1
-    assert "results are not overwritten" in capsys.readouterr().err
+    output = capsys.readouterr()
+    assert "results are not overwritten" in output.err
+    assert not output.out  # found out before anything was computed
     assert out.read_text() == kept
 
 
@@ -56,6 +59,7 @@ def test_results_go_where_they_are_asked_to_go_once(capsys, run, tmp_path):
     ("arguments", "message"),
     [
         (["--tasks", "blip"], "task 'blip' is unknown"),
+        (["--tasks", " cbt, blip"], "task 'blip' is unknown"),
         (["--tasks", ","], "--tasks names no task"),
         ([], "perplexity needs a text"),
         (["--tasks", "blimp", "--limit", "0"], "limit is 0"),

@@ -13,6 +13,7 @@ from switchhead.data import ByteSubsetVocabulary, ByteVocabulary
 from switchhead.data.bpe import train_bpe
 from switchhead.eval import encode_request, evaluate_blimp, evaluate_cbt, evaluate_lambada, load_language_model
 from switchhead.eval.harness import TASKS, SwitchHeadLM
+from switchhead.eval.harness import __main__ as command_line
 from switchhead.eval.lambada import STANDARD
 from tests.eval.conftest import DATA
 
@@ -151,6 +152,15 @@ def test_generation_is_greedy_and_ends_at_a_stop_sequence(saved):
 def test_an_unknown_dtype_is_named(saved):
     with pytest.raises(ValueError, match="dtype is 'float8'"):
         SwitchHeadLM(saved(), device="cpu", dtype="float8")
+
+
+@pytest.mark.parametrize("own", [["--include_path", "DIR"], ["--include_path=DIR"], []])
+def test_the_command_line_adds_our_tasks_unless_others_are_named(monkeypatch, own):
+    arguments = ["lm_eval", "run", "--tasks", "switchhead_blimp", *own]
+    monkeypatch.setattr(sys, "argv", arguments.copy())
+    monkeypatch.setattr(command_line, "cli_evaluate", lambda: None)
+    command_line.main()
+    assert sys.argv == (arguments if own else [*arguments, "--include_path", str(TASKS)])
 
 
 @pytest.mark.slow

@@ -7,7 +7,7 @@ from transformers import GPT2Config, GPT2LMHeadModel
 
 from switchhead.data import load_tokens
 from switchhead.errors import DataError
-from switchhead.eval import Evaluation, evaluate, score_tokens
+from switchhead.eval import Evaluation, encode_request, evaluate, score_continuations, score_tokens
 from tests.eval.conftest import NextToken
 
 TEXT = "It is a truth universally acknowledged, that a 2-head model — in want of a table."  # odd length, not ASCII
@@ -91,6 +91,14 @@ def test_models_of_others_are_scored_by_the_same_windows(vocabulary, text):
     tokens = load_tokens(text, vocabulary)
     expected = losses_one_by_one(model, tokens, lambda i: (i - 1) // 16 * 16)
     assert evaluate(model, vocabulary, text).loss == pytest.approx(sum(expected) / len(expected), rel=1e-6)
+
+
+def test_more_tokens_than_a_model_has_learned_positions_for_are_refused(vocabulary, text):
+    model = GPT2LMHeadModel(GPT2Config(vocab_size=257, n_positions=16, n_embd=8, n_layer=1, n_head=2)).eval()
+    with pytest.raises(ValueError, match="chunk_length is 17; GPT2LMHeadModel has learned 16 positions"):
+        evaluate(model, vocabulary, text, chunk_length=17)
+    with pytest.raises(ValueError, match="chunk_length is 17"):
+        score_continuations(model, [encode_request(vocabulary, "", "a")], chunk_length=17)
 
 
 def test_the_trained_chunk_length_is_the_default(make_model, vocabulary, text):

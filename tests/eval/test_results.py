@@ -48,5 +48,5 @@ def test_a_place_that_cannot_be_written_is_named(tmp_path):
     (tmp_path / "eval").write_text("a file where the directory should be")
     with pytest.raises(RunError, match=r"cannot write results to .*eval"):
         write_results(CONTENT, out=None, run=tmp_path)
-    with pytest.raises(RunError, match=r"cannot write results to .*out\.json"):
+    with pytest.raises(RunError, match=r"cannot write results to .*out\.json: there is no directory"):
         write_results(CONTENT, out=tmp_path / "no" / "out.json", run=None)

@@ -145,6 +145,9 @@ def test_tasks_run_in_order_with_every_form_that_there_is_data_for(model, tmp_pa
         ("lambada_test", {"text": "alone"}, "one word only"),
         ("cbt_cn", {"options": []}, "'options' is no list of texts, or an empty one"),
         ("cbt_cn", {"options": ["cat", ""]}, "'options' has an empty text, number 2 of 2"),
+        ("cbt_cn", {"options": ["cat", "cat"]}, "'cat' is the only option"),
+        ("blimp", {"UID": "\ud800"}, "half a surrogate pair"),
+        ("cbt_cn", {"options": ["cat", "\ud800"]}, "half a surrogate pair"),
         ("cbt_cn", {"answer": "cow"}, "the answer 'cow' is not among the options"),
         ("cbt_cn", {"question": "A cat ."}, "0 blanks XXXXX"),
         ("cbt_cn", {"sentences": "A cat."}, "'sentences' is no list"),
@@ -179,9 +182,9 @@ def test_sentences_longer_than_the_model_are_scored_and_counted(make_model, lang
 def test_missing_data_says_what_is_expected_where(model, tmp_path):
     with pytest.raises(DataError, match=r"has no blimp\.jsonl"):
         evaluate_blimp(model, task_data=tmp_path)
-    with pytest.raises(DataError, match=r"has neither cbt_cn\.jsonl nor cbt_ne\.jsonl"):
+    with pytest.raises(DataError, match=r"has no cbt_cn\.jsonl or cbt_ne\.jsonl"):
         evaluate_cbt(model, task_data=tmp_path)
-    with pytest.raises(DataError, match=r"has neither lambada_test\.jsonl nor lambada_test_plain\.jsonl"):
+    with pytest.raises(DataError, match=r"has no lambada_test\.jsonl or lambada_test_plain\.jsonl"):
         list(evaluate_tasks(model, ["lambada"], Settings(task_data=tmp_path)))
     (tmp_path / "blimp.jsonl").write_text("\n")
     with pytest.raises(DataError, match="holds no examples"):
@@ -241,6 +244,35 @@ def test_an_unknown_task_and_perplexity_without_text_are_refused_at_once(model):
         evaluate_tasks(model, ["perplexity"], Settings())
     with pytest.raises(ValueError, match="limit is 0"):
         Settings(limit=0)
+
+
+@pytest.mark.parametrize(
+    ("task", "setting", "other"),
+    [
+        ("perplexity", {"limit": 5}, {"data": "text:x"}),
+        ("perplexity", {"task_data": DATA}, {"data": "text:x"}),
+        ("cbt", {"stride": 5}, {}),
+        ("cbt", {"data": "text:x"}, {}),
+    ],
+)
+def test_a_setting_that_no_task_reads_is_refused_at_once(model, task, setting, other):
+    with pytest.raises(ValueError, match=f"{next(iter(setting))} is given, and no task that is chosen reads it"):
+        evaluate_tasks(model, [task], Settings(**setting, **other))
+
+
+def test_missing_files_of_a_later_task_are_named_at_once(model, tmp_path):
+    shutil.copy(DATA / "blimp.jsonl", tmp_path)
+    with pytest.raises(DataError, match=r"has no cbt_cn\.jsonl or cbt_ne\.jsonl"):
+        evaluate_tasks(model, ["blimp", "cbt"], Settings(task_data=tmp_path))
+
+
+@pytest.mark.parametrize(("batch_size", "lanes"), [(1, 1), (3, 3), (64, 5)])
+def test_results_say_how_many_lanes_there_were(make_model, language_model, tmp_path, batch_size, lanes):
+    (tmp_path / "text").write_text("a" * (16 * 8 * 5 + 3))  # 5 lanes of 16 chunks
+    model = language_model(make_model(positions="relative", memory_length=8))
+    settings = Settings(data=f"text:{tmp_path / 'text'}", batch_size=batch_size)
+    (result,) = evaluate_tasks(model, ["perplexity"], settings)
+    assert result.settings["lanes"] == lanes
 
 
 @pytest.mark.skipif(not FULL.is_dir(), reason="the full data is not there")

@@ -44,9 +44,9 @@ def evaluate(
         out: file for the results; otherwise a new one in the run directory's eval/, if the model is a run's.
     """
     from switchhead.eval import Settings, evaluate_tasks, load_language_model
-    from switchhead.eval.results import write_results
+    from switchhead.eval.results import check_out, write_results
 
-    names = [name for name in tasks.split(",") if name]
+    names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
         raise UsageError("--tasks names no task")
     with arguments_of_the_user():
@@ -59,6 +59,7 @@ def evaluate(
             batch_size=batch_size,
             dtype=dtype,
         )
+    check_out(out)
     language_model = load_language_model(model, device)
     with arguments_of_the_user():
         results = list(evaluate_tasks(language_model, names, settings))

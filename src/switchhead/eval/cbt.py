@@ -9,7 +9,7 @@ from pathlib import Path
 
 from switchhead.errors import DataError
 from switchhead.eval import results
-from switchhead.eval.examples import HubData, Record, encode, find_files, load_examples, sha256_of
+from switchhead.eval.examples import HubData, Record, available, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import Request, score_continuations
 from switchhead.eval.reading import context_length
@@ -35,7 +35,8 @@ def parse(record: Record) -> Question:
     """A question, its sentences joined by spaces.
 
     Raises:
-        DataError: a field is missing or empty, the blank is missing, or the answer is not among the options.
+        DataError: a field is missing or empty, the blank is missing, there is no choice, or the answer is not among the
+            options.
     """
     sentences, options = record.texts("sentences"), record.texts("options")
     question, answer = record.text("question"), record.text("answer")
@@ -43,6 +44,8 @@ def parse(record: Record) -> Question:
         raise DataError(f"{record.place}: the question has {question.count(BLANK)} blanks {BLANK}, not one")
     if answer not in options:
         raise DataError(f"{record.place}: the answer {answer!r} is not among the options ({', '.join(options)})")
+    if len(set(options)) < 2:
+        raise DataError(f"{record.place}: {answer!r} is the only option, and nothing can be chosen")
     completed = tuple(question.replace(BLANK, option) for option in options)
     return Question(" ".join(sentences), completed, options.index(answer), record.place)
 
@@ -71,9 +74,7 @@ def evaluate_cbt(
     Raises:
         DataError: see `load_examples` and `encode`.
     """
-    names = [name for name in KINDS if task_data is None or find_files(task_data, name)]
-    if not names:
-        raise DataError(f"{task_data} has neither cbt_cn.jsonl nor cbt_ne.jsonl (or .gz, .xz, .zst)")
+    names = available(list(KINDS), task_data)
     loaded = {name: load_examples(name, HUB[name], parse, task_data=task_data) for name in names}
     questions = {name: examples[:limit] for name, (_, examples) in loaded.items()}
     kinds, cut = {}, 0

@@ -34,7 +34,7 @@ class Record:
         if not isinstance(value, str) or not value.strip():
             known = ", ".join(sorted(self.fields)) or "nothing"
             raise DataError(f"{self.place} has no text field {' or '.join(map(repr, names))} (it has: {known})")
-        return value
+        return self._whole(value)
 
     def texts(self, name: str) -> list[str]:
         """The list of texts under a name, at least one, none of them empty.
@@ -48,7 +48,14 @@ class Record:
         for index, text in enumerate(value):
             if not isinstance(text, str) or not text.strip():
                 raise DataError(f"{self.place}: {name!r} has an empty text, number {index + 1} of {len(value)}")
-        return value
+        return list(map(self._whole, value))
+
+    def _whole(self, text: str) -> str:
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:
+            raise DataError(f"{self.place} has half a surrogate pair, which no text can hold: {text!r}") from error
+        return text
 
 
 @dataclass(frozen=True)
@@ -80,14 +87,26 @@ def load_examples(
     if task_data is None:
         source, records = hub.name, _from_hub(stem, hub)
     else:
+        available([stem], task_data)
         files = find_files(task_data, stem)
-        if not files:
-            raise DataError(f"{task_data} has no {stem}.jsonl (or .gz, .xz, .zst), and no {stem}/*.jsonl")
         source, records = str(files[0] if len(files) == 1 else files[0].parent), _from_files(files)
     examples = [parse(record) for record in records]
     if not examples:
         raise DataError(f"{source} holds no examples")
     return source, examples
+
+
+def available(stems: Sequence[str], task_data: Path | None) -> list[str]:
+    """Those of a task's files, without their endings, that are there: on the hub all of them.
+
+    Raises:
+        DataError: a directory has none of them.
+    """
+    found = [stem for stem in stems if task_data is None or find_files(task_data, stem)]
+    if not found:
+        names = " or ".join(f"{stem}.jsonl" for stem in stems)
+        raise DataError(f"{task_data} has no {names} (or .gz, .xz, .zst; or a directory of such files, {stems[0]}/)")
+    return found
 
 
 def find_files(task_data: Path, stem: str) -> list[Path]:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from switchhead.errors import DataError
 from switchhead.eval import results
-from switchhead.eval.examples import HubData, Record, encode, find_files, load_examples, sha256_of
+from switchhead.eval.examples import HubData, Record, available, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import score_continuations
 from switchhead.eval.results import TaskResult
@@ -56,10 +56,8 @@ def forms(task_data: Path | None) -> list[Form]:
     Raises:
         DataError: a directory has neither.
     """
-    found = [form for form in (OPENAI, STANDARD) if task_data is None or find_files(task_data, form.file)]
-    if not found:
-        raise DataError(f"{task_data} has neither {OPENAI.file}.jsonl nor {STANDARD.file}.jsonl (or .gz, .xz, .zst)")
-    return found
+    stems = available([OPENAI.file, STANDARD.file], task_data)
+    return [form for form in (OPENAI, STANDARD) if form.file in stems]
 
 
 def evaluate_lambada(

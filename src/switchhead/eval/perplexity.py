@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from switchhead.data import TokenArray, Vocabulary, load_tokens
 from switchhead.data.vocabulary import documents_of
 from switchhead.eval import reading
-from switchhead.eval.reading import default_batch_tokens, evaluating, memory_length
+from switchhead.eval.reading import context_length, default_batch_tokens, evaluating, memory_length
 
 IGNORED = -100  # target that cross_entropy leaves out
 
@@ -98,6 +98,11 @@ def default_batch_size(model: PreTrainedModel, chunk_length: int) -> int:
     return 1 if memory_length(model) else max(1, default_batch_tokens(model) // max(chunk_length, 1))
 
 
+def count_lanes(n_scored: int, chunk_length: int, batch_size: int) -> int:
+    """Lanes that a text is cut into: a lane of few chunks would spend most of them without a full memory."""
+    return max(1, min(batch_size, n_scored // (16 * chunk_length)))
+
+
 def score_text(model: PreTrainedModel, vocabulary: Vocabulary, tokens: TokenArray, **options: Any) -> Evaluation:
     """Score as `score_tokens` does, with the same options, and count the words and characters too."""
     score = score_tokens(model, vocabulary, tokens, **options)
@@ -161,6 +166,7 @@ def _check(model: PreTrainedModel, tokens: TokenArray, *, chunk_length: int, str
         raise ValueError(f"stride is {stride}; it must be at most chunk_length={chunk_length}, or tokens are left out")
     if stride < chunk_length and memory_length(model):
         raise ValueError(f"stride is {stride}, but a model with memory sees what is before a chunk: leave it out")
+    context_length(model, chunk_length)
     if len(tokens) < 2:
         raise ValueError(f"{len(tokens)} tokens: nothing to score, every token but the first is")
 
@@ -171,8 +177,7 @@ _Sums = Iterator[tuple[np.ndarray, np.ndarray]]
 
 def _chunks_of_lanes(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, batch_size: int) -> _Sums:
     n_scored = len(tokens) - 1
-    # A lane of few chunks would spend most of them without a full memory.
-    n_lanes = max(1, min(batch_size, n_scored // (16 * chunk_length)))
+    n_lanes = count_lanes(n_scored, chunk_length, batch_size)
     lane_length = math.ceil(n_scored / n_lanes)
     ends = np.minimum(np.arange(1, n_lanes + 1) * lane_length, n_scored)
     memory = None

@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from jaxtyping import Float, Int
-from torch import Tensor
+from torch import Tensor, nn
 from transformers import Cache, PreTrainedModel
 
 from switchhead.hf.compat import CACHE_NAME
@@ -37,8 +37,17 @@ def chunk_length(model: PreTrainedModel) -> int:
 
 
 def context_length(model: PreTrainedModel, length: int | None = None) -> int | None:
-    """Tokens before a token that can bear on it: `length` or the chunk length; None (any number) with memory."""
-    return None if memory_length(model) else length or chunk_length(model)
+    """Tokens before a token that can bear on it: `length` or the chunk length; None (any number) with memory.
+
+    Raises:
+        ValueError: `length` is more than the model has learned positions (GPT-2's table of them).
+    """
+    if memory_length(model):
+        return None
+    known = _learned_positions(model)
+    if length is not None and known is not None and length > known:
+        raise ValueError(f"chunk_length is {length}; {type(model).__name__} has learned {known} positions")
+    return length or chunk_length(model)
 
 
 def default_batch_tokens(model: PreTrainedModel) -> int:
@@ -115,6 +124,15 @@ def evaluating(model: PreTrainedModel) -> Iterator[None]:
             yield
     finally:
         model.train(was_training)
+
+
+def _learned_positions(model: PreTrainedModel) -> int | None:
+    """Beyond how many tokens a model cannot read at all; None where positions are computed."""
+    table = any(
+        isinstance(module, nn.Embedding) and (name.endswith("wpe") or "position" in name)
+        for name, module in model.named_modules()
+    )
+    return chunk_length(model) if table else None
 
 
 def _forward(model: PreTrainedModel, inputs: Tensor, keep: int, **options: Any) -> Any:

@@ -77,6 +77,18 @@ def exponential(score: Score) -> Score:
     return Score(value, None if score.standard_error is None else value * score.standard_error)
 
 
+def check_out(out: Path | None) -> None:
+    """Whether results can be kept in `out`: known before they are computed.
+
+    Raises:
+        RunError: it exists, or its directory does not.
+    """
+    if out is not None and out.exists():
+        raise RunError(f"{out} exists, and results are not overwritten: choose another --out")
+    if out is not None and not out.parent.is_dir():
+        raise RunError(f"cannot write results to {out}: there is no directory {out.parent}")
+
+
 def write_results(content: Mapping[str, Any], *, out: Path | None, run: Path | None) -> Path | None:
     """Keep results: in `out`, or under a new name in the `eval` of a run directory; None where there is neither.
 
@@ -85,6 +97,7 @@ def write_results(content: Mapping[str, Any], *, out: Path | None, run: Path | N
     """
     if out is None and run is None:
         return None
+    check_out(out)
     try:
         for path in [out] if out is not None else _names(Path(run or "") / "eval", content):
             if not path.exists():

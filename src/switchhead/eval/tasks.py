@@ -12,15 +12,18 @@ from typing import Literal
 import torch
 
 from switchhead.data import load_tokens
-from switchhead.eval import reading
+from switchhead.eval import blimp, cbt, reading
 from switchhead.eval.blimp import evaluate_blimp
 from switchhead.eval.cbt import evaluate_cbt
-from switchhead.eval.lambada import evaluate_lambada, forms
+from switchhead.eval.examples import available
+from switchhead.eval.lambada import OPENAI, STANDARD, evaluate_lambada, forms
 from switchhead.eval.language_model import LanguageModel
-from switchhead.eval.perplexity import Evaluation, default_batch_size, score_text
+from switchhead.eval.perplexity import Evaluation, count_lanes, default_batch_size, score_text
 from switchhead.eval.results import Score, TaskResult, exponential
 
 PERPLEXITY_VERSION = 1
+_READ = {"perplexity": ("data", "stride")}  # settings that not every task reads; the others read task_data and limit
+_FILES = {"lambada": [OPENAI.file, STANDARD.file], "blimp": [blimp.FILE], "cbt": list(cbt.KINDS)}
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -61,13 +64,22 @@ def evaluate_tasks(language_model: LanguageModel, tasks: Sequence[str], settings
         settings: data and ways.
 
     Raises:
-        ValueError: a task that is unknown, or perplexity without `data`; before anything is computed.
-        DataError: data that cannot be read, or is faulty; names the place.
+        ValueError: a task that is unknown, perplexity without `data`, or a setting that none of the tasks reads; before
+            anything is computed.
+        DataError: `task_data` lacks a task's files; before anything is computed. Or data cannot be read, or is faulty;
+            names the place.
     """
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
     if "perplexity" in tasks and settings.data is None:
         raise ValueError("perplexity needs a text: --data text:FILE, jsonl:GLOB#field, or a prepared directory")
+    read = {name for task in tasks for name in _READ.get(task, ("task_data", "limit"))}
+    for name in ("data", "stride", "task_data", "limit"):
+        if getattr(settings, name) is not None and name not in read:
+            raise ValueError(f"{name} is given, and no task that is chosen reads it ({', '.join(tasks)}): leave it out")
+    for task in tasks:
+        if task in _FILES:
+            available(_FILES[task], settings.task_data)
     return _results(language_model, tasks, settings)
 
 
@@ -89,7 +101,8 @@ def _perplexity(language_model: LanguageModel, settings: Settings) -> Iterator[T
     )
     ways = {"chunk_length": chunk_length, "stride": settings.stride or chunk_length}
     if memory := reading.memory_length(model):
-        ways = {"chunk_length": chunk_length, "memory_length": memory, "lanes": batch_size}
+        lanes = count_lanes(score.tokens, chunk_length, batch_size)
+        ways = {"chunk_length": chunk_length, "memory_length": memory, "lanes": lanes}
     yield TaskResult(
         task="perplexity",
         version=PERPLEXITY_VERSION,

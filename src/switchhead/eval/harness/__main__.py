@@ -9,7 +9,8 @@ from switchhead.eval.harness import TASKS
 
 def main() -> None:
     """Run `lm_eval` as it is; our tasks are found beside its own, unless other ones are asked for."""
-    if len(sys.argv) > 1 and "--include_path" not in sys.argv and not {"-h", "--help"} & set(sys.argv):
+    names = {argument.partition("=")[0] for argument in sys.argv}
+    if len(sys.argv) > 1 and not {"-h", "--help", "--include_path"} & names:
         sys.argv += ["--include_path", str(TASKS)]
     cli_evaluate()
 
