@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import multiprocessing
 import os
-import threading
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import Future, ProcessPoolExecutor
-from concurrent.futures.process import BrokenProcessPool
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 
 import numpy as np
 
@@ -96,21 +97,15 @@ def encode_chunks(
             yield _encode(chunk.documents, vocabulary), chunk.end
         return
     waiting: deque[tuple[Future[Mapping[str, Encoded]], Position]] = deque()
-    context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
-    with ProcessPoolExecutor(processes, mp_context=context, initializer=_start, initargs=(directory,)) as pool:
+    with _Workers(directory, processes) as workers, ThreadPoolExecutor(processes) as pool:
         try:
             for chunk in chunks:
-                waiting.append((pool.submit(_encode_here, chunk.documents), chunk.end))
+                waiting.append((pool.submit(workers.encode, chunk.documents), chunk.end))
                 if len(waiting) > 3 * processes:
                     encoded, end = waiting.popleft()
                     yield encoded.result(), end
             for encoded, end in waiting:
                 yield encoded.result(), end
-        except BrokenProcessPool as error:
-            raise DataError(
-                "a process that encodes text was killed, perhaps for want of memory: "
-                "run the same command again with fewer processes; it goes on from here"
-            ) from error
         finally:
             pool.shutdown(wait=False, cancel_futures=True)
 
@@ -124,24 +119,52 @@ def _encode(documents: Mapping[str, Sequence[str]], vocabulary: Vocabulary) -> d
     return encoded
 
 
-_vocabulary: Vocabulary | None = None  # of a worker
+class _Workers(contextlib.ExitStack):
+    """Processes that encode, each behind a pipe of its own: whichever side is killed, the other one reads its end.
+
+    (A `ProcessPoolExecutor` waits for ever for the rest of a result when its worker is killed on the way.)
+    """
+
+    def __init__(self, directory: Path, count: int) -> None:
+        super().__init__()
+        self._idle: SimpleQueue[Connection] = SimpleQueue()
+        context = multiprocessing.get_context("spawn")  # a fork of a process with threads may hang
+        for _ in range(count):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_work, args=(theirs, directory), daemon=True)
+            process.start()
+            theirs.close()
+            self.callback(process.join)
+            self.callback(ours.close)
+            self._idle.put(ours)
+
+    def encode(self, documents: Mapping[str, Sequence[str]]) -> Mapping[str, Encoded]:
+        """What `_encode` gives, from a process that has nothing to do; called by as many threads as there are."""
+        worker = self._idle.get()
+        try:
+            worker.send(documents)
+            answer = worker.recv()
+        except (EOFError, OSError) as error:
+            raise DataError(
+                "a process that encodes text was killed, perhaps for want of memory: "
+                "run the same command again with fewer processes; it goes on from here"
+            ) from error
+        finally:
+            self._idle.put(worker)
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
 
 
-def _start(directory: Path) -> None:
-    global _vocabulary
+def _work(connection: Connection, directory: Path) -> None:
+    """Answer with encoded documents until the other side is gone."""
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # one core a process
-    threading.Thread(target=_die_with_parent, daemon=True).start()
-    _vocabulary = load_vocabulary(directory)
-
-
-def _encode_here(documents: Mapping[str, Sequence[str]]) -> Mapping[str, Encoded]:
-    assert _vocabulary is not None
-    return _encode(documents, _vocabulary)
-
-
-def _die_with_parent() -> None:
-    """End a worker whose parent was killed; it would wait for work for ever."""
-    parent = multiprocessing.parent_process()
-    assert parent is not None
-    parent.join()
-    os._exit(1)
+    with contextlib.suppress(EOFError, OSError, KeyboardInterrupt):
+        vocabulary = load_vocabulary(directory)
+        while True:
+            documents = connection.recv()
+            try:
+                answer = _encode(documents, vocabulary)
+            except Exception as error:
+                answer = error
+            connection.send(answer)
