@@ -199,9 +199,10 @@ class TestInterruptions:
         def die(self):
             raise KeyboardInterrupt
 
-        with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        with monkeypatch.context() as patch:
             patch.setattr(Writer, "end", die)
-            prepare(chosen, tmp_path / "out")
+            with pytest.raises(KeyboardInterrupt):
+                prepare(chosen, tmp_path / "out")
         prepare(chosen, tmp_path / "out")
         assert contents(tmp_path / "out") == contents(tmp_path / "whole")
 
@@ -428,6 +429,15 @@ class TestPlaces:
         (tmp_path / "thesis.tex").write_text("")
         with pytest.raises(DataError, match=r"is not empty \(it holds 'thesis.tex'\): choose another directory"):
             prepare(settings(jsonl), tmp_path)
+
+    def test_files_of_others_stay(self, jsonl, tmp_path):
+        prepare(settings(jsonl), tmp_path / "out")
+        for name in ("model.safetensors", "train-99999.safetensors", "train-99999.safetensors.tmp"):
+            (tmp_path / "out" / name).write_text("")
+        prepare(settings(jsonl), tmp_path / "out")
+        names = {path.name for path in (tmp_path / "out").iterdir()}
+        assert "model.safetensors" in names
+        assert not any("99999" in name for name in names)
 
     def test_two_calls_do_not_write_one_directory(self, jsonl, tmp_path):
         def again(_):

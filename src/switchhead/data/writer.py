@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,8 @@ from switchhead.data.prepared import MANIFEST
 from switchhead.data.shards import Shard, write_file, write_shard
 from switchhead.data.vocabulary import Vocabulary
 from switchhead.errors import DataError
+
+_SHARD = re.compile(r"(train|validation|test|unshuffled)-\d{5,}\.safetensors(\.tmp)?")
 
 
 class Writer:
@@ -133,6 +136,6 @@ class Writer:
 def remove_unknown(out: Path, manifest: Mapping[str, Any]) -> None:
     """Remove shards that the manifest does not name: those that a call did not come to record, or dropped."""
     known = {shard["file"] for split in manifest["splits"].values() for shard in split["shards"]}
-    for path in out.glob("*.safetensors*"):
-        if path.name not in known:
+    for path in out.iterdir():
+        if _SHARD.fullmatch(path.name) and path.name not in known:
             path.unlink()
