@@ -2,6 +2,7 @@
 
 import gzip
 import hashlib
+import io
 import json
 import urllib.error
 import urllib.request
@@ -171,6 +172,11 @@ class TestDatasets:
         with pytest.raises(DataError, match="names no column: expected hf:NAME/CONFIG#column"):
             open_source("hf:allenai/c4/en")
 
+    def test_a_directory_that_is_no_dataset_is_named(self, tmp_path):
+        (tmp_path / "notes.xyz").write_text("")
+        with pytest.raises(DataError, match="is no data set that `datasets` can read"):
+            open_source(f"hf:{tmp_path}#text")
+
     def test_without_a_network_a_local_copy_is_the_way(self):
         with pytest.raises(
             DataError, match=r"cannot get hf:allenai/c4/en#text .* read a local copy, hf:DIRECTORY#text"
@@ -183,6 +189,12 @@ class TestParquet:
         write_parquet(tmp_path / "b.parquet", text=["five"])
         write_parquet(tmp_path / "a.parquet", number=range(5), text=["one", "", "two", "three", "four"])
         assert list(read_documents(f"parquet:{tmp_path}/*.parquet#text")) == ["one", "two", "three", "four", "five"]
+
+    def test_text_that_is_not_utf8_is_named(self, tmp_path):
+        raw = pa.array([b"one", b"\xff"]).buffers()
+        parquet.write_table(pa.table({"text": pa.StringArray.from_buffers(2, *raw[1:])}), tmp_path / "a.parquet")
+        with pytest.raises(DataError, match=r"a.parquet' is not UTF-8 in column 'text', near row 0"):
+            list(read_documents(f"parquet:{tmp_path}/a.parquet#text"))
 
     @pytest.mark.parametrize(
         ("column", "message"),
@@ -214,7 +226,7 @@ class TestEnwik8:
         monkeypatch.setattr(enwik8, "SPLIT", self.LENGTHS)
 
     def archive(self, path):
-        with zipfile.ZipFile(path, "w") as file:
+        with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as file:
             file.writestr("enwik8", self.RAW)
         return path
 
@@ -241,6 +253,17 @@ class TestEnwik8:
         monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: content)
         prepare(Settings(source="enwik8"), tmp_path / "out")
         assert not list((tmp_path / "out").glob("*.zip*"))
+
+    def test_a_fetched_archive_that_is_damaged_is_fetched_again(self, tmp_path, monkeypatch):
+        content = self.archive(tmp_path / "served.zip").read_bytes()
+        damaged = bytearray(content)
+        damaged[60:90] = bytes(30)
+        served = [content[: len(content) // 2], bytes(damaged), content]
+        monkeypatch.setattr(urllib.request, "urlopen", lambda url, timeout: io.BytesIO(served.pop(0)))
+        for _ in range(2):
+            with pytest.raises(DataError, match=r"is not Enwik8|cannot read Enwik8 from .*enwik8\.zip"):
+                prepare(Settings(source="enwik8"), tmp_path / "out")
+        prepare(Settings(source="enwik8"), tmp_path / "out")
 
     def test_something_else_is_refused(self, tmp_path):
         (tmp_path / "enwik8").write_bytes(self.RAW[:-1])

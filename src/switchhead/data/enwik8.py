@@ -6,6 +6,7 @@ import hashlib
 import shutil
 import urllib.request
 import zipfile
+import zlib
 from pathlib import Path
 
 import numpy as np
@@ -29,14 +30,24 @@ def read_enwik8(copy: Path | None, cache: Path) -> bytes:
     Raises:
         DataError: there is no such file, or it is something else.
     """
-    path = _find(copy) if copy is not None else _fetch(cache / ARCHIVE)
+    if copy is not None:
+        return _read(_find(copy))
+    path = _fetch(cache / ARCHIVE)
+    try:
+        return _read(path)
+    except DataError:
+        path.unlink()  # so that the next call fetches it again
+        raise
+
+
+def _read(path: Path) -> bytes:
     try:
         if zipfile.is_zipfile(path):
             with zipfile.ZipFile(path) as archive:
                 raw = archive.read("enwik8")
         else:
             raw = path.read_bytes()
-    except (OSError, KeyError, zipfile.BadZipFile) as error:
+    except (OSError, KeyError, zipfile.BadZipFile, zlib.error) as error:
         raise DataError(f"cannot read Enwik8 from {path}: {error}") from error
     if hashlib.sha256(raw).hexdigest() != SHA256:
         raise DataError(f"{path} is not Enwik8 ({len(raw):,} bytes, of another checksum): fetch {URL} again")

@@ -122,6 +122,8 @@ def open_dataset(rest: str) -> Source:
     try:
         found = datasets.get_dataset_split_names(name, config)
     except Exception as error:  # what `datasets` raises depends on where it fails
+        if Path(name).is_dir():
+            raise DataError(f"{name} is no data set that `datasets` can read: {_reason(error)}") from error
         raise _unreachable(f"hf:{rest}", error, f"read a local copy, hf:DIRECTORY#{column}") from error
     splits = [split for split in ("train", "validation", "test") if split in found]
     if "train" not in splits:
@@ -184,5 +186,8 @@ def _copy_hint(repository: Repository) -> str:
 
 
 def _unreachable(what: str, error: Exception, instead: str) -> DataError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    return DataError(f"cannot get {what} from the hub ({reason}). Without a network, {instead}")
+    return DataError(f"cannot get {what} from the hub ({_reason(error)}). Without a network, {instead}")
+
+
+def _reason(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
