@@ -47,6 +47,13 @@ def test_compressed_lines_are_read_as_if_they_were_not(tmp_path, ending):
     assert packed == plain
 
 
+def test_a_long_zstandard_window_is_read(tmp_path):
+    parameters = zstandard.ZstdCompressionParameters.from_level(1, window_log=28)  # beyond what is read by default
+    packer = zstandard.ZstdCompressor(compression_params=parameters).compressobj()
+    (tmp_path / "a.jsonl.zst").write_bytes(packer.compress(LINES) + packer.flush())
+    assert len(list(read_documents(f"jsonl:{tmp_path}/a.jsonl.zst#text"))) == 40
+
+
 @pytest.mark.parametrize("ending", PACK)
 @pytest.mark.parametrize("damage", ["cut off", "changed", "something else"])
 def test_damaged_compression_is_an_error_that_names_the_file(tmp_path, ending, damage):
@@ -71,19 +78,28 @@ def test_damaged_compression_is_an_error_that_names_the_file(tmp_path, ending, d
         ("text:{dir}/latin", r"latin' is not UTF-8 \(byte 3 is 0xe9\)"),
         ("jsonl:{dir}/list.jsonl", "names no field"),
         ("jsonl:{dir}/*.none#text", "no file matches"),
-        ("jsonl:{dir}/list.jsonl#text", r"list.jsonl:1 has no text field 'text' \(it has: not an object, list\)"),
-        ("jsonl:{dir}/number.jsonl#text", r"number.jsonl:2 has no text field 'text' \(it has: body, text\)"),
+        ("jsonl:{dir}/list.jsonl#text", "list.jsonl:1 is no JSON object but a list"),
+        ("jsonl:{dir}/number.jsonl#text", "number.jsonl:2: field 'text' is no text but 1"),
+        ("jsonl:{dir}/number.jsonl#body", r"number.jsonl:1 has no field 'body' \(it has: text\)"),
+        ("jsonl:{dir}/null.jsonl#text", "null.jsonl:1: field 'text' is no text but null"),
+        ("jsonl:{dir}/deep.jsonl#text", "deep.jsonl:1 is not JSON that can be read"),
+        ("jsonl:{dir}/digits.jsonl#text", "digits.jsonl:1 is not JSON that can be read"),
         ("jsonl:{dir}/cut.jsonl#text", "cut.jsonl:1 is not JSON"),
         ("jsonl:{dir}/blank.jsonl#text", "holds no text"),
         ("jsonl:{dir}/latin.jsonl#text", "latin.jsonl:1 is not UTF-8"),
+        ("jsonl:{dir}/directory.zst#text", "cannot read '{dir}/directory.zst': Is a directory"),
         ("jsonl:{dir}/half.jsonl#text", "half.jsonl:1: field 'text' has half a surrogate pair"),
     ],
 )
 def test_unusable_data_is_one_error_that_names_the_place(tmp_path, spec, message):
     (tmp_path / "empty").write_text("")
+    (tmp_path / "directory.zst").mkdir()
     (tmp_path / "latin").write_bytes(b"caf\xe9")
     (tmp_path / "list.jsonl").write_text("[1]\n")
     (tmp_path / "number.jsonl").write_text('{"text": "a"}\n{"text": 1, "body": 2}\n')
+    (tmp_path / "null.jsonl").write_text('{"text": null}\n')
+    (tmp_path / "deep.jsonl").write_text("[" * 100_000)
+    (tmp_path / "digits.jsonl").write_text('{"text": "a", "n": ' + "9" * 5000 + "}")
     (tmp_path / "cut.jsonl").write_text('{"text": "a\n')
     (tmp_path / "blank.jsonl").write_text("\n\n")
     (tmp_path / "latin.jsonl").write_bytes(b'{"text": "caf\xe9"}\n')

@@ -59,9 +59,9 @@ class _ZstdFile(io.RawIOBase):
             import zstandard
         except ImportError as error:
             raise DataError(f"reading {path!r} needs zstandard: pip install 'switchhead[data]'") from error
-        self._decompressor = zstandard.ZstdDecompressor()
-        self._damaged = zstandard.ZstdError
         self._file = open(path, "rb")  # noqa: SIM115 (closed by close)
+        self._decompressor = zstandard.ZstdDecompressor(max_window_size=1 << 31)  # zstd --long=31
+        self._damaged = zstandard.ZstdError
         self._frame = self._decompressor.decompressobj()
         self._inside = False
         self._ready = memoryview(b"")
@@ -93,5 +93,6 @@ class _ZstdFile(io.RawIOBase):
 
     def close(self) -> None:
         """Close the file."""
-        self._file.close()
+        if hasattr(self, "_file"):  # not where it could not be opened
+            self._file.close()
         super().close()

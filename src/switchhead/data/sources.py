@@ -115,6 +115,8 @@ def read_parquet(path: str, column: str) -> Iterator[str]:
                     row += 1
     except ArrowException as error:
         raise DataError(f"{path!r} is no Parquet file, or damaged: {error}") from error
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path!r} is not UTF-8 in column {column!r}, near row {row}: convert it to UTF-8") from error
     except OSError as error:
         raise DataError(f"cannot read {path!r}: {error}") from error
 
@@ -137,12 +139,15 @@ def _field_of(line: bytes, field: str, place: str) -> str:
         record = json.loads(line)
     except UnicodeDecodeError as error:
         raise DataError(f"{place} is not UTF-8: convert it to UTF-8") from error
-    except json.JSONDecodeError as error:
-        raise DataError(f"{place} is not JSON: {error}") from error
-    text = record.get(field) if isinstance(record, dict) else None
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{place} is not JSON that can be read: {error}") from error
+    if not isinstance(record, dict):
+        raise DataError(f"{place} is no JSON object but a {type(record).__name__}")
+    if field not in record:
+        raise DataError(f"{place} has no field {field!r} (it has: {', '.join(sorted(record))})")
+    text = record[field]
     if not isinstance(text, str):
-        known = ", ".join(sorted(record)) if isinstance(record, dict) else f"not an object, {type(record).__name__}"
-        raise DataError(f"{place} has no text field {field!r} (it has: {known})")
+        raise DataError(f"{place}: field {field!r} is no text but {json.dumps(text)[:40]}")
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

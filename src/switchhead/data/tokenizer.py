@@ -154,7 +154,7 @@ def load_tokenizer(source: str | Path) -> TokenizerVocabulary:
     try:
         tokenizer = AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError, KeyError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = " ".join(str(error).split()) or type(error).__name__
         raise DataError(f"cannot load tokenizer {str(source)!r}: {reason}") from error
     return TokenizerVocabulary(tokenizer)
 
