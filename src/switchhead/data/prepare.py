@@ -305,7 +305,8 @@ def _require_splits(settings: Settings, writer: Writer) -> None:
     if settings.held_out != 0 and not writer.tokens_of("validation"):
         raise DataError(
             f"no document of {settings.source} has come out for validation: into another directory, hold out a larger "
-            "part, give validation text, or hold out 0, and training sets the end of the text aside"
+            "part, give validation text (--valid), or hold out 0 (--held-out 0: training then sets the end of the text "
+            "aside)"
         )
 
 
