@@ -101,10 +101,10 @@ def test_a_cache_of_fixed_size_works_without_generate(attention, positions):
     assert relative_error(torch.cat(pieces, dim=1)[real], model(tokens, mask).logits[real]) < 1e-12
 
 
-@pytest.mark.parametrize(("attention", "positions"), [kind for kind in KINDS if kind[1] == "rotary"])
-def test_decoding_into_a_cache_of_fixed_size_compiles_once_without_graph_breaks(attention, positions):
+@pytest.mark.parametrize("attention", ["switchhead", "moa"])
+def test_decoding_into_a_cache_of_fixed_size_compiles_once_without_graph_breaks(attention):
     torch.compiler.reset()
-    model = lively_model(small_config(attention, positions))
+    model = lively_model(small_config(attention, "rotary"))
     prompt = random_tokens(2, 5)
     mask = torch.ones_like(prompt)
     mask[0, :2] = 0

@@ -214,7 +214,10 @@ def test_autocast_keeps_float32_parameters_and_comes_close(attention, positions,
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 
 
-@pytest.mark.parametrize(("attention", "positions"), [kind for kind in KINDS if kind[1] != "none"])
+@pytest.mark.parametrize(
+    ("attention", "positions"),  # every layer by itself is compiled in tests/nn
+    [("switchhead", "rotary"), ("switchhead", "relative"), ("mha", "rotary"), ("moa", "relative")],
+)
 def test_forward_compiles_without_graph_breaks(attention, positions):
     torch.compiler.reset()  # recompilations are counted per function, over all models of the process
     model = lively_model(small_config(attention, positions, memory_length=4, num_hidden_layers=1))
@@ -229,7 +232,7 @@ def test_forward_compiles_without_graph_breaks(attention, positions):
         memory = expected.memory
 
 
-@pytest.mark.parametrize("variant", ["switchall", "dynamic k", "moa with all losses", "modern switchhead"])
+@pytest.mark.parametrize("variant", ["dynamic k", "moa with all losses", "modern switchhead"])
 def test_variants_compile_without_graph_breaks(variant):
     torch.compiler.reset()
     model, tokens = lively_model(variant_config(variant, num_hidden_layers=1)).train(), random_tokens(2, 6)
