@@ -1,6 +1,6 @@
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel
+from transformers import GPT2Config, GPT2LMHeadModel, Lfm2Config, Lfm2ForCausalLM
 
 from switchhead.data import ByteSubsetVocabulary
 from switchhead.eval import Request, encode_request, score_continuations
@@ -84,6 +84,7 @@ SHARED = [
         for end in (" A dog ran", " A dog", " No one, in truth.")
     ),
     *(("On that day a cat went up the hill, where" + context, " he sat") for context in (" once", " twice")),
+    *(("Far away, in a land that nobody has seen yet", end) for end in (" a king", " a queen")),
     ("Short", " word"),
     ("On that day a cat went", " down"),
 ]
@@ -104,6 +105,16 @@ def test_likelihoods_behind_shared_contexts_are_those_of_one_forward_a_token(mak
         expected, greedy = one_by_one(model, request)
         assert found.log_likelihood == pytest.approx(expected, rel=1e-9)
         assert found.greedy == greedy
+
+
+def test_models_with_a_recurrent_state_read_every_text_whole(vocabulary):
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 2, "num_key_value_heads": 2}
+    layers = {"num_hidden_layers": 2, "layer_types": ["conv", "full_attention"]}
+    model = Lfm2ForCausalLM(Lfm2Config(vocab_size=257, max_position_embeddings=128, **sizes, **layers)).double().eval()
+    requests = [encode_request(vocabulary, *text) for text in SHARED[:2]]
+    for request, found in zip(requests, score_continuations(model, requests), strict=True):
+        assert found.log_likelihood == pytest.approx(one_by_one(model, request)[0], rel=1e-9)
 
 
 @pytest.mark.parametrize("batch_size", [1, 2, None])

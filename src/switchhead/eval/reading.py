@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor, nn
-from transformers import Cache, PreTrainedModel
+from transformers import Cache, DynamicCache, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
 
 from switchhead.hf.compat import CACHE_NAME
 
@@ -61,13 +62,14 @@ def shareable_step(model: PreTrainedModel, length: int | None = None) -> int | N
     """Numbers of tokens that several texts can have read once, by `read_beginnings`, are multiples of this; None: none.
 
     With memory, chunks begin where they would without sharing. Without, a coarse step lets more texts be read side by
-    side. What models that keep a recurrent state do with one depends on the model.
+    side. Not every model that keeps a recurrent state can go on from one with several tokens: none is asked to.
     """
     if memory_length(model):
         return length or chunk_length(model)
     if getattr(model, "_is_stateful", False) or CACHE_NAME not in inspect.signature(model.forward).parameters:
         return None
-    return 32
+    layers = DynamicCache(config=model.config).layers
+    return 32 if all(isinstance(layer, DynamicLayer) for layer in layers) else None
 
 
 def read_beginnings(
