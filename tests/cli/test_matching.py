@@ -42,6 +42,7 @@ def test_several_numbers_of_heads_give_several_models(capsys):
     ("arguments", "message"),
     [
         (["tiny-switchhead", "--heads", "2", "--experts", "4", "--k", "2"], "tiny-switchhead is not dense"),
+        (["tiny-dense", "--heads", "--experts", "4", "--k", "2"], "--heads needs a number"),
         (["tiny-dense", "--heads", "2", "--experts", "4", "--k", "5"], "num_experts_per_tok=5"),
         (["tiny-dense", "--heads", "99", "--experts", "9", "--k", "2"], "choose fewer heads"),
         (

@@ -57,6 +57,7 @@ def test_several_processes_train_one_model_after_the_other_and_speak_once(tmp_pa
     [
         (["search", "tiny-switchhead"], "tiny-switchhead is not dense"),
         (["search", "tiny-dense", "--tolerance=-1"], "--tolerance -1.0 must be 0 or more"),
+        (["search", "tiny-dense", "--tolerance=nan"], "--tolerance nan must be 0 or more"),
         (["ablate", "tiny-dense"], "tiny-dense has attention 'mha'"),
         (["ablate", "tiny-switchhead", "--grain", "0"], "grain must be at least 1; got 0"),
         (["ablate", "tiny-switchhead", "--batch-size", "0"], "batch_size is 0"),

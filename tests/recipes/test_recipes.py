@@ -134,6 +134,19 @@ def test_aligned_twins_have_widths_for_gpus_and_the_size_of_the_original(name):
     assert aligned.table is None
 
 
+def test_aligned_feed_forwards_are_multiples_of_64_where_one_is_close_enough_and_say_so():
+    for name in PUBLISHED:
+        aligned = get_recipe(f"{name}-aligned")
+        if aligned.model.feed_forward == "sigma_moe":
+            continue
+        d_ff, size = aligned.model.intermediate_size, count_parameters(get_recipe(name).model).total
+        assert aligned.note.endswith(f"d_ff of {16 if d_ff % 64 else 64}.")
+        if d_ff % 64:
+            for near in (d_ff // 64 * 64, d_ff // 64 * 64 + 64):
+                other = count_parameters(aligned.with_model(intermediate_size=near).model).total
+                assert abs(other - size) > 0.0025 * size, name
+
+
 @pytest.mark.parametrize("size", ["47m", "262m", "1300m"])
 def test_modern_models_of_a_size_have_equal_parameters_training_and_block(size):
     dense, *others = (get_recipe(f"modern-{size}-{kind}") for kind in ("dense", "gqa", "switchhead"))

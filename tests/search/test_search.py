@@ -146,6 +146,18 @@ def test_a_killed_search_goes_on_where_it_stood_to_the_same_report(tmp_path, tex
     assert resumed.finished
 
 
+def test_a_report_on_something_else_is_not_replaced(tmp_path, text, monkeypatch):
+    train_until(monkeypatch, 0, stopped)
+    search(short("tiny-dense"), data=text, out=tmp_path, **QUIET)
+    before = (tmp_path / "report.json").read_bytes()
+    with pytest.raises(RunError, match="holds the report on search from tiny-dense; choose another --out"):
+        ablate(short("tiny-switchhead"), data=text, out=tmp_path, resume=True, **QUIET)
+    assert (tmp_path / "report.json").read_bytes() == before
+    (tmp_path / "report.json").write_text("[]")
+    with pytest.raises(RunError, match="is no report of a search or an ablation"):
+        search(short("tiny-dense"), data=text, out=tmp_path, **QUIET)
+
+
 def test_a_signal_ends_a_search_with_what_was_tried(tmp_path, text, monkeypatch):
     train_until(monkeypatch, 1, stopped)
     report = search(short("tiny-dense"), data=text, out=tmp_path, tolerance=0, **QUIET)

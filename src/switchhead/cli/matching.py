@@ -45,6 +45,8 @@ def match(
     target = find_recipe(dense)
     if target.model.attention != "mha":
         raise UsageError(f"{dense} is not dense; match against its twin, whose attention is mha")
+    if not heads:
+        raise UsageError("--heads needs a number, or several")
     if by == "parameters" and convention != "all":
         raise UsageError("--convention has no effect on parameters; leave it out, or use --by macs")
     rows = []

@@ -47,7 +47,7 @@ def search(
     """
     from switchhead.search import search, search_recipes
 
-    if tolerance < 0:
+    if not tolerance >= 0:  # nor what is not a number
         raise UsageError(f"--tolerance {tolerance} must be 0 or more")
     recipe = find_recipe(dense)
     recipe = dataclasses.replace(recipe, training=settings.apply(recipe.training))

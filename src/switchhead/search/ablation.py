@@ -8,7 +8,7 @@ from pathlib import Path
 
 from switchhead.accounting import count_parameters, match_parameters
 from switchhead.recipes import Recipe, dense_twin
-from switchhead.search.report import Report, describe, write_report
+from switchhead.search.report import Report, check_directory, describe, write_report
 from switchhead.search.trials import Interrupted, make_trainer
 
 COMBINATIONS = tuple("".join(letters) for count in range(5) for letters in combinations("qkvo", count))
@@ -71,6 +71,7 @@ def ablate(
     recipes, out = ablation_recipes(recipe, grain=grain), Path(out)
     run = make_trainer(out, data=data, valid=valid, resume=resume, device=device, progress=progress)
     report = describe("ablation", recipe, data=data, valid=valid)
+    check_directory(report, out)
     try:
         for variant in recipes:
             report = dataclasses.replace(report, trials=(*report.trials, run(variant)))

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from switchhead.accounting import count_parameters, match_parameters
 from switchhead.recipes import Recipe
-from switchhead.search.report import Report, describe, write_report
+from switchhead.search.report import Report, check_directory, describe, write_report
 from switchhead.search.trials import Interrupted, make_trainer
 
 
@@ -67,13 +67,14 @@ def search(
 
     Raises:
         ValueError: a recipe that cannot be replaced, see `search_recipes`, or a negative tolerance.
-        SwitchHeadError: what `train` raises.
+        SwitchHeadError: what `train` raises, or `out` holds the report on something else.
     """
     if not tolerance >= 0:
         raise ValueError(f"tolerance is {tolerance}; it must be 0 or more")
     candidates, out = search_recipes(dense, grain=grain), Path(out)
     run = make_trainer(out, data=data, valid=valid, resume=resume, device=device, progress=progress)
     report = describe("search", dense, data=data, valid=valid, reference=dense.name, tolerance=tolerance)
+    check_directory(report, out)
     try:
         for recipe in [dense, *candidates]:
             report = dataclasses.replace(report, trials=(*report.trials, run(recipe)))

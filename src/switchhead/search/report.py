@@ -78,6 +78,25 @@ def describe(
     )
 
 
+def check_directory(report: Report, out: Path) -> None:
+    """Refuse a directory whose report is of something else, which this one would replace.
+
+    Raises:
+        RunError: it is.
+    """
+    try:
+        there = json.loads((out / "report.json").read_text(encoding="utf-8"))
+        kind, recipe = there["kind"], there["recipe"]
+    except FileNotFoundError:
+        return
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise RunError(
+            f"{out / 'report.json'} is no report of a search or an ablation; choose another --out"
+        ) from error
+    if (kind, recipe) != (report.kind, report.recipe):
+        raise RunError(f"{out} holds the report on {kind} from {recipe}; choose another --out")
+
+
 def speaks_for_all() -> bool:
     """Whether this is the first of the processes that `torchrun` started, or the only one."""
     return os.environ.get("RANK", "0") == "0"
