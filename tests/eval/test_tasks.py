@@ -146,6 +146,8 @@ def test_tasks_run_in_order_with_every_form_that_there_is_data_for(model, tmp_pa
         ("cbt_cn", {"options": []}, "'options' is no list of texts, or an empty one"),
         ("cbt_cn", {"options": ["cat", ""]}, "'options' has an empty text, number 2 of 2"),
         ("cbt_cn", {"options": ["cat", "cat"]}, "'cat' is the only option"),
+        ("blimp", {"field": "g"}, "the field of paradigm 'p' is 'g' here, and 'f' before"),
+        ("blimp", {"linguistics_term": "u"}, "the term of paradigm 'p' is 'u' here, and 't' before"),
         ("blimp", {"UID": "\ud800"}, "half a surrogate pair"),
         ("cbt_cn", {"options": ["cat", "\ud800"]}, "half a surrogate pair"),
         ("cbt_cn", {"answer": "cow"}, "the answer 'cow' is not among the options"),

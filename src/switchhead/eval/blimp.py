@@ -7,6 +7,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from switchhead.errors import DataError
 from switchhead.eval import results
 from switchhead.eval.examples import HubData, Record, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
@@ -67,9 +68,10 @@ def evaluate_blimp(
         chunk_length: see `score_continuations`.
 
     Raises:
-        DataError: see `load_examples` and `encode`.
+        DataError: see `load_examples` and `encode`; or a paradigm has two fields or terms.
     """
     source, pairs = load_examples(FILE, HUB, parse, task_data=task_data)
+    fields, terms = _group_of(pairs, "field"), _group_of(pairs, "term")
     pairs = _first_of_each(pairs, limit)
     model, vocabulary = language_model.model, language_model.vocabulary
     requests = [encode(vocabulary, pair.place, "", text) for pair in pairs for text in (pair.good, pair.bad)]
@@ -86,8 +88,8 @@ def evaluate_blimp(
         cut=sum(g.cut > 0 or b.cut > 0 for g, b in zip(good, bad, strict=True)),
         scores={"accuracy": results.macro_average(list(paradigms.values()))},
         details={
-            "field": _averages(paradigms, {pair.paradigm: pair.field for pair in pairs}),
-            "term": _averages(paradigms, {pair.paradigm: pair.term for pair in pairs}),
+            "field": _averages(paradigms, fields),
+            "term": _averages(paradigms, terms),
             "paradigm": paradigms,
         },
         settings={"paradigms": len(paradigms)},
@@ -109,6 +111,19 @@ def _accuracies(pairs: Sequence[MinimalPair], correct: Sequence[bool]) -> dict[s
     for pair, is_correct in zip(pairs, correct, strict=True):
         groups[pair.paradigm].append(float(is_correct))
     return {paradigm: results.mean(groups[paradigm]) for paradigm in sorted(groups)}
+
+
+def _group_of(pairs: Sequence[MinimalPair], name: str) -> dict[str, str]:
+    """The field or term of every paradigm, which has one."""
+    groups: dict[str, str] = {}
+    for pair in pairs:
+        group = getattr(pair, name)
+        if groups.setdefault(pair.paradigm, group) != group:
+            raise DataError(
+                f"{pair.place}: the {name} of paradigm {pair.paradigm!r} is {group!r} here, "
+                f"and {groups[pair.paradigm]!r} before"
+            )
+    return groups
 
 
 def _averages(paradigms: Mapping[str, Score], group_of: Mapping[str, str]) -> dict[str, Score]:
