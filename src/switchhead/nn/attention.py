@@ -51,15 +51,6 @@ def check_input(x: Tensor, d_model: int, context: Tensor | None, memory: Tensor 
             raise ValueError(f"{name} must be floating point; got {tensor.dtype} (embed token ids first)")
 
 
-def check_packing(*, causal: bool, relative: bool, **others: object) -> None:
-    """Refuse what packed documents do not go with."""
-    given = [name for name, value in others.items() if value is not None]
-    given += ["causal=False"] if not causal else []
-    given += ["relative positions"] if relative else []
-    if given:
-        raise ValueError(f"cu_seqlens packs causal self-attention alone; it does not go with {', '.join(given)}")
-
-
 def key_value_source(
     x: Float[Tensor, "batch T d_model"], context: Tensor | None, memory: Tensor | None
 ) -> Float[Tensor, "batch S d_model"]:
@@ -103,6 +94,12 @@ def average_values(
     Widths may be padded beyond d_head, those of cached keys and values are not. `crossed`: k and v come from a context.
     The rest as in `SwitchHeadAttention.forward`.
     """
+    if cu_seqlens is not None:
+        _refuse_packing_with(
+            context=crossed, memory=not crossed and k.shape[-2] != q.shape[-2], cache=cache is not None,
+            key_padding_mask=key_padding_mask is not None, attn_mask=attn_mask is not None,
+            **{"causal=False": not causal, "relative positions": relative is not None},
+        )  # fmt: skip
     if qk_norm is not None:
         q, k = qk_norm(q, k)
     if isinstance(positions, Rotary):
@@ -146,6 +143,12 @@ def query_positions(
             f"position_ids must be [{length}] or [{batch} or 1, {length}]; got {tuple(position_ids.shape)}"
         )
     return position_ids
+
+
+def _refuse_packing_with(**present: bool) -> None:
+    names = [name for name, is_present in present.items() if is_present]
+    if names:
+        raise ValueError(f"cu_seqlens packs causal self-attention alone; it does not go with {', '.join(names)}")
 
 
 def _rotate(

@@ -14,7 +14,6 @@ from switchhead.nn.attention import (
     RelativeWeights,
     average_values,
     check_input,
-    check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
@@ -26,7 +25,7 @@ from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import project_experts, project_heads
 from switchhead.nn.regularizers import cv_loss, router_z_loss, switch_loss
-from switchhead.nn.router import Router, check_choice
+from switchhead.nn.router import Router
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.router import Gating
 from switchhead.ops.widths import aligned_width, pad_width
@@ -81,8 +80,6 @@ class MoAAttention(nn.Module):
         check_sizes(d_model=d_model, n_heads=n_heads, n_experts=n_experts, d_head=d_head)
         if n_heads > n_experts:
             raise ValueError(f"n_heads={n_heads} experts cannot be chosen out of n_experts={n_experts}")
-        gatings = ("sigmoid", "softmax", "softmax_chosen")
-        check_choice(n_experts, n_heads, gating, expert_dropout, router_threshold, gatings=gatings)
         self.d_model, self.n_heads, self.n_experts, self.d_head = d_model, n_heads, n_experts, d_head
         self.causal, self.init_scale = causal, init_scale
         self.positions = as_positions(positions, d_head)
@@ -137,11 +134,6 @@ class MoAAttention(nn.Module):
         """
         check_input(x, self.d_model, context, memory)
         relative = isinstance(self.positions, Relative)
-        if cu_seqlens is not None:
-            check_packing(
-                causal=self.causal, relative=relative, context=context, memory=memory, cache=cache,
-                key_padding_mask=key_padding_mask, attn_mask=attn_mask,
-            )  # fmt: skip
         wide = aligned_width(self.d_model, x.device)
         tokens = pad_width(x, wide).flatten(0, 1)  # [B*T, D]
         source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]

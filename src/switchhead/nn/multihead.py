@@ -14,7 +14,6 @@ from switchhead.nn.attention import (
     RelativeWeights,
     average_values,
     check_input,
-    check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
@@ -110,11 +109,6 @@ class MultiHeadAttention(nn.Module):
         """`[B, T, d_model]` to the same shape; arguments as in `SwitchHeadAttention.forward`."""
         check_input(x, self.d_model, context, memory)
         relative = isinstance(self.positions, Relative)
-        if cu_seqlens is not None:
-            check_packing(
-                causal=self.causal, relative=relative, context=context, memory=memory, cache=cache,
-                key_padding_mask=key_padding_mask, attn_mask=attn_mask,
-            )  # fmt: skip
         wide = aligned_width(self.d_model, x.device)
         tokens = pad_width(x, wide)
         if context is None and memory is None:

@@ -11,7 +11,6 @@ from switchhead.nn.attention import (
     RelativeWeights,
     average_values,
     check_input,
-    check_packing,
     check_sizes,
     key_value_source,
     merge_heads,
@@ -167,11 +166,6 @@ class SwitchHeadAttention(nn.Module):
             `[B, T, d_model]`; zeros for a query that may see nothing.
         """
         check_input(x, self.d_model, context, memory)
-        if cu_seqlens is not None:
-            check_packing(
-                causal=self.causal, relative=self.position_proj is not None, context=context, memory=memory,
-                cache=cache, key_padding_mask=key_padding_mask, attn_mask=attn_mask,
-            )  # fmt: skip
         positions = self.positions
         if self._projects_at_once and context is None and memory is None:
             rotation = None
