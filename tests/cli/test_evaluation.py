@@ -55,6 +55,17 @@ def test_results_go_where_they_are_asked_to_go_once(capsys, run, tmp_path):
     assert out.read_text() == kept
 
 
+def test_results_of_the_tasks_before_a_faulty_line_are_kept(capsys, run, tmp_path):
+    (tmp_path / "blimp.jsonl").write_text("no JSON")
+    out = tmp_path / "out.json"
+    command = ["eval", str(run), "--tasks", "perplexity,blimp", "--data", f"text:{DATA}/cbt_ne.jsonl"]
+    assert cli.main([*command, "--task-data", str(tmp_path), "--out", str(out), "--device", "cpu"]) == 1
+    assert [result["task"] for result in json.loads(out.read_text())["results"]] == ["perplexity"]
+    output = capsys.readouterr()
+    assert "perplexity" in output.out
+    assert "blimp.jsonl:1 is not JSON" in output.err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -44,7 +44,7 @@ def evaluate(
         out: file for the results; otherwise a new one in the run directory's eval/, if the model is a run's.
     """
     from switchhead.eval import Settings, evaluate_tasks, load_language_model
-    from switchhead.eval.results import check_out, write_results
+    from switchhead.eval.results import check_out
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
     if not names:
@@ -61,8 +61,22 @@ def evaluate(
         )
     check_out(out)
     language_model = load_language_model(model, device)
-    with arguments_of_the_user():
-        results = list(evaluate_tasks(language_model, names, settings))
+    results: list[TaskResult] = []
+    try:
+        with arguments_of_the_user():
+            for result in evaluate_tasks(language_model, names, settings):
+                results.append(result)
+    finally:  # what hours have gone into is not lost to a faulty line of a later task, or to impatience
+        if results:
+            _keep(language_model, results, dtype=dtype, out=out, as_json=as_json)
+
+
+def _keep(
+    language_model: LanguageModel, results: list[TaskResult], *, dtype: str, out: Path | None, as_json: bool
+) -> None:
+    """Print results, and write them where they belong."""
+    from switchhead.eval.results import write_results
+
     report = _report(language_model, results, dtype)
     if not as_json:
         print(_text(language_model, results))
