@@ -1,5 +1,6 @@
 """What the pages on accounting and recipes say is what the code does."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -53,6 +54,7 @@ def test_the_table_of_costs_beside_dense_is_what_the_conventions_give():
         assert printed == pytest.approx([100 * ratio for ratio in ratios], abs=0.0501), name
 
 
+@functools.cache
 def executed_macs(name):
     recipe = get_recipe(name)
     return attention_cost(recipe.model, chunk_length=recipe.training.chunk_length, convention="executed").macs

@@ -49,7 +49,7 @@ def match(
         raise UsageError("--heads needs a number, or several")
     if by == "parameters" and convention != "all":
         raise UsageError("--convention has no effect on parameters; leave it out, or use --by macs")
-    rows = []
+    rows, dense_row = [], _row(target.name, target.model, target)
     with arguments_of_the_user():
         for n_heads in heads:
             start = target.with_model(
@@ -60,12 +60,13 @@ def match(
                 num_experts_per_tok=k,
                 expert_projections=expert_projections,
             )
-            rows += _matched(start, target, by=by, convention=convention, grain=grain)
-            rows += [_row(paper.name, paper.model, target) for paper in _papers_choices(start, target)]
+            models = _matched(start, dense_row, by=by, convention=convention, grain=grain)
+            models |= {paper.name: paper.model for paper in _papers_choices(start, target)}
+            rows += [_row(name, model, target, dense_row) for name, model in models.items()]
     if as_json:
         print_json(rows)
         return
-    rows.insert(0, _row(target.name, target.model, target))
+    rows.insert(0, dense_row)
     columns = ("heads", "experts", "k", "head_dim", "intermediate_size", "parameters", "parameter_deviation")
     lines = [
         (
@@ -84,22 +85,18 @@ def match(
 
 
 def _matched(
-    start: Recipe, target: Recipe, *, by: str, convention: Convention | Literal["all"], grain: int
-) -> list[dict[str, Any]]:
-    from switchhead.accounting import CONVENTIONS, attention_cost, count_parameters, match_macs, match_parameters
+    start: Recipe, dense: dict[str, Any], *, by: str, convention: Convention | Literal["all"], grain: int
+) -> dict[str, SwitchHeadConfig]:
+    from switchhead.accounting import CONVENTIONS, match_macs, match_parameters
 
     if by == "parameters":
-        parameters = count_parameters(target.model).total
-        matched = match_parameters(start.model, parameters=parameters, grain=grain)
-        return [_row("matched parameters", matched, target)]
-    rows = []
+        return {"matched parameters": match_parameters(start.model, parameters=dense["parameters"], grain=grain)}
     conventions = CONVENTIONS if convention == "all" else (convention,)
-    for name in conventions:
-        chunk_length = target.training.chunk_length
-        budget = attention_cost(target.model, chunk_length=chunk_length, convention=name).macs
-        matched = match_macs(start.model, macs=budget, chunk_length=chunk_length, convention=name, grain=grain)
-        rows.append(_row(f"matched MACs, {name}", matched, target))
-    return rows
+    counting = {"chunk_length": start.training.chunk_length, "grain": grain}
+    return {
+        f"matched MACs, {name}": match_macs(start.model, macs=dense[f"macs_{name}"], convention=name, **counting)
+        for name in conventions
+    }
 
 
 def _papers_choices(start: Recipe, target: Recipe) -> list[Recipe]:
@@ -114,16 +111,20 @@ def _papers_choices(start: Recipe, target: Recipe) -> list[Recipe]:
     return [recipe for recipe in recipes if shape(recipe.model) == shape(start.model)]
 
 
-def _row(name: str, model: SwitchHeadConfig, target: Recipe) -> dict[str, Any]:
+def _row(name: str, model: SwitchHeadConfig, target: Recipe, dense: dict[str, Any] | None = None) -> dict[str, Any]:
+    """A model beside the row of the dense one, by default itself."""
     from switchhead.accounting import CONVENTIONS, attention_cost, count_parameters
 
-    parameters, wanted = count_parameters(model).total, count_parameters(target.model).total
+    parameters, chunk_length = count_parameters(model).total, target.training.chunk_length
+    counts = {"parameters": parameters} | {
+        f"macs_{convention}": attention_cost(model, chunk_length=chunk_length, convention=convention).macs
+        for convention in CONVENTIONS
+    }
+    dense = dense or counts
     ratios = {}
     for convention in CONVENTIONS:
-        counting: Any = {"chunk_length": target.training.chunk_length, "convention": convention}
-        macs = attention_cost(model, **counting).macs
-        ratios[f"macs_{convention}"] = macs
-        ratios[f"macs_ratio_{convention}"] = macs / attention_cost(target.model, **counting).macs
+        ratios[f"macs_{convention}"] = counts[f"macs_{convention}"]
+        ratios[f"macs_ratio_{convention}"] = counts[f"macs_{convention}"] / dense[f"macs_{convention}"]
     return {
         "name": name,
         "heads": model.num_attention_heads,
@@ -132,6 +133,6 @@ def _row(name: str, model: SwitchHeadConfig, target: Recipe) -> dict[str, Any]:
         "head_dim": model.head_dim,
         "intermediate_size": model.intermediate_size,
         "parameters": parameters,
-        "parameter_deviation": parameters / wanted - 1,
+        "parameter_deviation": parameters / dense["parameters"] - 1,
         **ratios,
     }
