@@ -82,7 +82,10 @@ def test_generation_ends_with_the_document(make_model, vocabulary):
         ({"max_new_tokens": 0}, "max_new_tokens is 0"),
         ({"temperature": -1.0}, "temperature is -1.0"),
         ({"temperature": float("nan")}, "temperature is nan"),
+        ({"temperature": 1e-300}, "temperature is 1e-300"),
+        ({"temperature": float("inf")}, "temperature is inf"),
         ({"top_k": 0}, "top_k is 0"),
+        ({"seed": 2**64}, "seed is 18446744073709551616"),
     ],
 )
 def test_a_setting_out_of_range_is_named(make_model, vocabulary, setting, message):

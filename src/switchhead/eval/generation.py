@@ -47,10 +47,12 @@ def generate(
     """
     if max_new_tokens < 1:
         raise ValueError(f"max_new_tokens is {max_new_tokens}; it must be at least 1")
-    if not temperature >= 0:
-        raise ValueError(f"temperature is {temperature}; it must be 0 or more")
+    if not (temperature == 0 or 1e-6 <= temperature < float("inf")):  # beyond, scores leave the range of float32
+        raise ValueError(f"temperature is {temperature}; it must be 0 (the likeliest token) or 1e-6 or more")
     if top_k is not None and top_k < 1:
         raise ValueError(f"top_k is {top_k}; it must be at least 1, or None")
+    if not -(2**63) <= seed < 2**64:
+        raise ValueError(f"seed is {seed}; it must fit into 64 bits")
     sampling = (
         {"do_sample": True, "temperature": temperature, "top_k": top_k or 0} if temperature else {"do_sample": False}
     )
