@@ -36,8 +36,7 @@ def attention_cost(config: SwitchHeadConfig, *, chunk_length: int, convention: C
     if config.attention not in _EQUATIONS:
         raise ValueError(f"no cost equation for attention {config.attention!r}; known: {', '.join(_EQUATIONS)}")
     if convention == "executed":
-        trace = trace_attention(config, chunk_length)
-        return Cost(macs=trace.forward_flops // 2, floats=trace.kept_numbers)
+        return trace_attention(config, chunk_length)
     return _EQUATIONS[config.attention](config, chunk_length, convention)
 
 

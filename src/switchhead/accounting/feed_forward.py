@@ -25,8 +25,7 @@ def feed_forward_cost(config: SwitchHeadConfig, *, chunk_length: int, convention
     if config.feed_forward not in ("mlp", "swiglu", "sigma_moe"):
         raise ValueError(f"no cost equation for feed_forward {config.feed_forward!r}; known: mlp, swiglu, sigma_moe")
     if convention == "executed":
-        trace = trace_feed_forward(config, chunk_length)
-        return Cost(macs=trace.forward_flops // 2, floats=trace.kept_numbers)
+        return trace_feed_forward(config, chunk_length)
     d_model = config.hidden_size
     if config.feed_forward == "sigma_moe":
         n_experts, k, width = ffn_experts(config)

@@ -8,8 +8,8 @@ attention matrices.
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable, Mapping
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
+from switchhead.accounting.cost import Cost
 from switchhead.hf import SwitchHeadForCausalLM
 from switchhead.hf.kinds import ATTENTION, FEED_FORWARD
 
@@ -34,14 +35,12 @@ class Trace:
     Attributes:
         forward_flops: floating-point operations of matrix products, two for a multiply-accumulate.
         backward_flops: the same of the backward pass.
-        kept_numbers: numbers that the forward pass leaves for the backward pass, parameters not counted.
-        kept_bytes: their memory.
+        kept_bytes: memory of what the forward pass leaves for the backward pass, parameters not counted.
         peak_bytes: the most memory in use at a time, gradients included, parameters not.
     """
 
     forward_flops: int
     backward_flops: int
-    kept_numbers: int
     kept_bytes: int
     peak_bytes: int
 
@@ -57,20 +56,29 @@ def trace_model(
         batch_size: sequences.
         dtype: float32, or one that autocast computes in.
     """
+    autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
+    with _without_contents(lambda: SwitchHeadForCausalLM(config)) as model:
+        kept = _Kept(model)
+        with _LiveBytes() as live:
+            with autocast, _flop_counter() as forward, kept:
+                tokens = torch.zeros(batch_size, chunk_length, dtype=torch.long)
+                memory = None
+                if config.memory_length:
+                    shape = (batch_size, config.memory_length, config.hidden_size)
+                    memory = tuple(torch.zeros(shape) for _ in range(config.num_hidden_layers))
+                loss = model(tokens, shift_labels=tokens, memory=memory).loss
+            with _flop_counter() as backward:
+                loss.backward()
+    return Trace(
+        forward_flops=forward.get_total_flops(),
+        backward_flops=backward.get_total_flops(),
+        kept_bytes=kept.bytes,
+        peak_bytes=live.peak,
+    )
 
-    def run(model: nn.Module) -> Tensor:
-        tokens = torch.zeros(batch_size, chunk_length, dtype=torch.long)
-        memory = None
-        if config.memory_length:
-            shape = (batch_size, config.memory_length, config.hidden_size)
-            memory = tuple(torch.zeros(shape) for _ in range(config.num_hidden_layers))
-        return model(tokens, shift_labels=tokens, memory=memory).loss
 
-    return _trace(lambda: SwitchHeadForCausalLM(config), run, dtype)
-
-
-def trace_attention(config: SwitchHeadConfig, chunk_length: int) -> Trace:
-    """One attention layer on one sequence, behind a full memory."""
+def trace_attention(config: SwitchHeadConfig, chunk_length: int) -> Cost:
+    """The forward pass of one attention layer on one sequence, behind a full memory."""
 
     def run(layer: nn.Module) -> Tensor:
         memory = None
@@ -78,44 +86,39 @@ def trace_attention(config: SwitchHeadConfig, chunk_length: int) -> Trace:
             memory = torch.zeros(1, config.memory_length, config.hidden_size)
         return layer(torch.zeros(1, chunk_length, config.hidden_size, requires_grad=True), memory=memory)
 
-    return _trace(lambda: ATTENTION[config.attention].build(config), run)
+    return _forward_cost(lambda: ATTENTION[config.attention].build(config), run)
 
 
-def trace_feed_forward(config: SwitchHeadConfig, chunk_length: int) -> Trace:
-    """One feed-forward layer on one sequence."""
+def trace_feed_forward(config: SwitchHeadConfig, chunk_length: int) -> Cost:
+    """The forward pass of one feed-forward layer on one sequence."""
 
     def run(layer: nn.Module) -> Tensor:
         return layer(torch.zeros(1, chunk_length, config.hidden_size, requires_grad=True))
 
-    return _trace(lambda: FEED_FORWARD[config.feed_forward].build(config), run)
+    return _forward_cost(lambda: FEED_FORWARD[config.feed_forward].build(config), run)
 
 
-def _trace(
-    build: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor], dtype: torch.dtype = torch.float32
-) -> Trace:
+def _forward_cost(build: Callable[[], nn.Module], run: Callable[[nn.Module], Tensor]) -> Cost:
+    with _without_contents(build) as layer:
+        kept = _Kept(layer)
+        with _flop_counter() as forward, kept:
+            run(layer)
+    return Cost(macs=forward.get_total_flops() // 2, floats=kept.numbers)
+
+
+@contextmanager
+def _without_contents(build: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+    """A module whose tensors have no contents, like all that are made meanwhile."""
     with torch.device("meta"):
         module = build()
     for part in module.modules():
         if hasattr(part, "backend"):
             part.backend = "grouped"  # pyright: ignore[reportArgumentType] (any module may have one)
-    autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
     with FakeTensorMode():
         module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
         if isinstance(module, SwitchHeadForCausalLM):
             module.tie_weights()  # what was one parameter has become two
-        kept = _Kept(module)
-        with _LiveBytes() as live:
-            with autocast, _flop_counter() as forward, kept:
-                result = run(module)
-            with _flop_counter() as backward:
-                result.sum().backward()
-    return Trace(
-        forward_flops=forward.get_total_flops(),
-        backward_flops=backward.get_total_flops(),
-        kept_numbers=kept.numbers,
-        kept_bytes=kept.bytes,
-        peak_bytes=live.peak,
-    )
+        yield module
 
 
 class _Kept(torch.autograd.graph.saved_tensors_hooks):
