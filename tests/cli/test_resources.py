@@ -58,6 +58,8 @@ def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_p
         (["tiny-dense", "--lengths", "1k"], "--lengths '1k' is not a list of numbers like 256,1024"),
         (["tiny-dense", "--lengths", "0"], "chunk_length must be at least 1; got 0"),
         (["tiny-dense", "--batch-size", "0"], "batch_size must be at least 1; got 0"),
+        (["tiny-dense", "--plot", "nowhere/growth.png"], "there is no directory nowhere"),
+        (["tiny-dense", "--lengths", "8", "--plot", "growth.words"], "Format 'words' is not supported"),
     ],
 )
 def test_arguments_that_cannot_be_are_usage_errors(capsys, arguments, message):

@@ -71,21 +71,26 @@ def cost_by_length(
 def plot_growth(curves: Mapping[str, Sequence[LengthCost]], path: Path) -> None:
     """Draw operations a token, training memory and cache of several models over the length, into an image file."""
     from matplotlib.figure import Figure
+    from matplotlib.ticker import EngFormatter
 
+    lengths = sorted({cost.chunk_length for costs in curves.values() for cost in costs})
     figure = Figure(figsize=(10, 8), layout="constrained")
     axes = figure.subplots(2, 2).flat
     panels = (
-        ("attention: MACs a token and layer", lambda cost: cost.attention["executed"].macs / cost.chunk_length),
-        ("model: forward FLOPs a token", lambda cost: cost.model.forward_flops),
-        ("training step of a batch: peak memory (GB)", lambda cost: cost.model.peak_bytes / 1e9),
-        ("generation: key-value cache (GB)", lambda cost: cost.model.cache_bytes * cost.chunk_length / 1e9),
+        ("attention: MACs a token and layer", "", lambda cost: cost.attention["executed"].macs / cost.chunk_length),
+        ("model: forward FLOPs a token", "", lambda cost: cost.model.forward_flops),
+        ("training step of a batch: peak memory", "B", lambda cost: cost.model.peak_bytes),
+        ("generation: key-value cache", "B", lambda cost: cost.model.cache_bytes * cost.chunk_length),
     )
-    for panel, (title, value) in zip(axes, panels, strict=True):
+    for panel, (title, unit, value) in zip(axes, panels, strict=True):
         for name, costs in curves.items():
             panel.plot([cost.chunk_length for cost in costs], [value(cost) for cost in costs], "o-", label=name)
         panel.set(title=title, xlabel="tokens of the sequence")
         panel.set_xscale("log", base=2)
         panel.set_yscale("log")
+        panel.set_xticks(lengths, labels=[f"{length:,}" for length in lengths])
+        panel.yaxis.set_major_formatter(EngFormatter(unit))
+        panel.yaxis.set_minor_formatter(EngFormatter(unit))
         panel.grid(alpha=0.3)
         panel.legend()
     figure.savefig(path, dpi=120)

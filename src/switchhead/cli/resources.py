@@ -43,6 +43,8 @@ def resources(
 
     if (recipe is None) != paper:
         raise UsageError("name a recipe (`switchhead recipes` lists them), or give --paper")
+    if plot is not None and not plot.parent.is_dir():
+        raise UsageError(f"--plot {plot}: there is no directory {plot.parent}")
     if recipe is None:
         _show_paper(as_json=as_json)
         return
@@ -59,8 +61,8 @@ def resources(
                     batch_size=batch_size,
                     dtype=dtype or chosen.training.dtype,
                 )
-    if plot is not None:
-        plot_growth(curves, plot)
+        if plot is not None:
+            plot_growth(curves, plot)
     _show_recipe(chosen, twin, curves, as_json=as_json)
 
 
