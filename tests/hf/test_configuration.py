@@ -3,8 +3,9 @@ import typing
 import pytest
 import torch
 
-from switchhead.hf import SwitchHeadConfig
+from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
 from switchhead.hf.kinds import KINDS
+from switchhead.nn import Rotary
 from tests.hf.models import SIGMA_MOE, VARIANTS, small_config, variant_config
 
 
@@ -111,6 +112,40 @@ def test_every_annotated_kind_can_be_built_and_no_other():
 def test_fields_of_kinds_exist():
     fields = {name for kinds in KINDS.values() for kind in kinds.values() for name in kind.fields}
     assert fields <= set(vars(SwitchHeadConfig)["__annotations__"])
+
+
+# A value for every field that a kind reads, other than the one in the small models.
+OTHER_VALUES = dict(
+    num_experts=6, num_experts_per_tok=1, expert_projections="qv", shared_selection=True, gating="softmax_chosen",
+    expert_dropout=0.1, router_threshold=0.1, expert_norm_init=True, num_key_value_heads=1, rotary_fraction=0.9,
+    rope_theta=5.0, intermediate_size=40, ffn_num_experts=6, ffn_num_experts_per_tok=1, ffn_expert_size=8,
+    ffn_expert_dropout=0.1, ffn_gating="softmax", ffn_router_threshold=0.1, ffn_synchronize_entropy=True,
+    layer_norm_eps=0.1, rms_norm_eps=0.1, qk_norm=True, use_bias=False, dropout=0.1,
+)  # fmt: skip
+
+
+def plain_attributes(config):
+    """All that the modules of a model hold but tensors, and the tensors' shapes."""
+    with torch.device("meta"):
+        model = SwitchHeadForCausalLM(config)
+    held = {name: {**vars(module), "config": None} for name, module in model.named_modules()}
+    shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
+    kept = (bool, int, float, str, tuple, Rotary)
+    return shapes, {n: {k: v for k, v in values.items() if isinstance(v, kept)} for n, values in held.items()}
+
+
+@pytest.mark.parametrize(("choice", "kind"), [(choice, kind) for choice, kinds in KINDS.items() for kind in kinds])
+def test_every_field_that_a_kind_reads_reaches_the_model(choice, kind):
+    base = {choice: kind} | (SIGMA_MOE | dict(ffn_entropy_loss_weight=0.1) if kind == "sigma_moe" else {})
+    before = plain_attributes(small_config(**base))
+    common = ("qk_norm", "use_bias", "dropout") if kind == "mlp" else ()
+    for name in (*KINDS[choice][kind].fields, *common):
+        if name.endswith("_loss_weight"):  # the model's, not a layer's
+            continue
+        value = OTHER_VALUES[name]
+        if name == "gating" and kind != "moa":
+            value = "softmax"
+        assert plain_attributes(small_config(**base | {name: value})) != before, name
 
 
 def test_auxiliary_losses_are_those_of_the_chosen_kinds_with_a_weight_each():

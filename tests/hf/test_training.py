@@ -278,13 +278,16 @@ def test_auxiliary_losses_exist_in_training_and_with_a_weight_only():
         assert output.aux_losses is None
 
 
-def test_auxiliary_losses_do_not_count_padding():
-    model = lively_model(variant_config("moa with all losses")).train()
-    text = random_tokens(1, 6)
-    alone = model(text).aux_losses
-    padded = torch.cat([text, torch.zeros(1, 3, dtype=torch.long)], dim=1)
-    mask = (torch.arange(9) < 6).long()[None]
-    for name, value in model(padded, mask).aux_losses.items():
+@pytest.mark.parametrize("behind_memory", [False, True])
+@pytest.mark.parametrize("side", ["left", "right"])
+def test_auxiliary_losses_do_not_count_padding(side, behind_memory):
+    model = lively_model(variant_config("moa with all losses", positions="none", memory_length=4)).train()
+    text, ones = random_tokens(1, 6), torch.ones(1, 6, dtype=torch.long)
+    memory = model(random_tokens(1, 4, seed=5)).memory if behind_memory else None
+    alone = model(text, memory=memory).aux_losses
+    before, after = (3, 0) if side == "left" else (0, 3)
+    padded, mask = nn.functional.pad(text, (before, after)), nn.functional.pad(ones, (before, after))
+    for name, value in model(padded, mask, memory=memory).aux_losses.items():
         assert value.item() == pytest.approx(alone[name].item(), rel=1e-9), name
 
 
