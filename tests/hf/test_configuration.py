@@ -138,7 +138,8 @@ def plain_attributes(config):
 def test_every_field_that_a_kind_reads_reaches_the_model(choice, kind):
     base = {choice: kind} | (SIGMA_MOE | dict(ffn_entropy_loss_weight=0.1) if kind == "sigma_moe" else {})
     before = plain_attributes(small_config(**base))
-    common = ("qk_norm", "use_bias", "dropout") if kind == "mlp" else ()
+    common = {"attention": ("qk_norm",), "feed_forward": ("dropout",)}.get(choice, ())
+    common += ("use_bias",) if kind in ("mlp", "swiglu") else ()
     for name in (*KINDS[choice][kind].fields, *common):
         if name.endswith("_loss_weight"):  # the model's, not a layer's
             continue
