@@ -161,7 +161,7 @@ def join_world(device: torch.device) -> Iterator[World]:
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if (place := world.place(device)).type == "cuda":
-        torch.cuda.set_device(place)
+        torch.cuda.set_device(place.index or 0)  # a device of no number is refused
     try:
         # Every training of a process meets under keys of its own; an earlier one's name sockets that are closed.
         store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
