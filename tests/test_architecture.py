@@ -46,6 +46,7 @@ EXTERNAL = {
     "huggingface_hub": {"data"},
     "pyarrow": {"data"},
     "zstandard": {"data"},
+    "tqdm": {"eval"},
     "tyro": {"cli"},
     "rich": {"train", "demo"},
     "tensorboard": {"train"},

@@ -44,6 +44,7 @@ def evaluate(
         out: file for the results; otherwise a new one in the run directory's eval/, if the model is a run's.
     """
     from switchhead.eval import Settings, evaluate_tasks, load_language_model
+    from switchhead.eval.progress import shown_progress
     from switchhead.eval.results import check_out
 
     names = [name.strip() for name in tasks.split(",") if name.strip()]
@@ -63,7 +64,7 @@ def evaluate(
     language_model = load_language_model(model, device)
     results: list[TaskResult] = []
     try:
-        with arguments_of_the_user():
+        with arguments_of_the_user(), shown_progress():
             for result in evaluate_tasks(language_model, names, settings):
                 results.append(result)
     finally:  # what hours have gone into is not lost to a faulty line of a later task, or to impatience

@@ -13,6 +13,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from switchhead.data import Vocabulary
+from switchhead.eval.progress import tracked
 from switchhead.eval.reading import (
     State,
     context_length,
@@ -99,7 +100,8 @@ def score_continuations(
         _share(rows, step)
     totals, greedy = np.zeros(len(requests)), np.ones(len(requests), dtype=bool)
     with evaluating(model):
-        for batch in _batches(rows, batch_size, default_batch_tokens(model)):
+        batches = _batches(rows, batch_size, default_batch_tokens(model))
+        for batch in tracked(batches, total=len(rows), size=len, unit="texts"):
             owner, values, matches = _score_batch(model, batch, chunk_length)
             np.add.at(totals, owner, values)
             np.logical_and.at(greedy, owner, matches)

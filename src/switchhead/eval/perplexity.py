@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 from switchhead.data import TokenArray, Vocabulary, load_tokens
 from switchhead.data.vocabulary import documents_of
 from switchhead.eval import reading
+from switchhead.eval.progress import tracked
 from switchhead.eval.reading import context_length, default_batch_tokens, evaluating, memory_length
 
 IGNORED = -100  # target that cross_entropy leaves out
@@ -142,9 +143,10 @@ def score_tokens(
     _check(model, tokens, chunk_length=chunk_length, stride=stride, batch_size=batch_size)
     with evaluating(model):
         if memory_length(model):
-            chunks = list(_chunks_of_lanes(model, tokens, chunk_length, batch_size))
+            scored = _chunks_of_lanes(model, tokens, chunk_length, batch_size)
         else:
-            chunks = list(_windows(model, tokens, chunk_length, stride, batch_size))
+            scored = _windows(model, tokens, chunk_length, stride, batch_size)
+        chunks = list(tracked(scored, total=len(tokens) - 1, size=lambda part: int(part[1].sum()), unit="tokens"))
     sums, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
     sums, counts = sums[counts > 0], counts[counts > 0]
     n_scored = len(tokens) - 1
