@@ -52,7 +52,11 @@ def project_inputs(
     Returns:
         Queries, keys and values (on a GPU with zeros up to the next multiple of 8), and the decisions of the routers, a
         `Routing` for each side.
+
+    Raises:
+        ValueError: shapes or k that do not fit, or a backend that cannot run here.
     """
+    _check(x, queries, keys, routers, values, k, rotation)
     heads, _, _, d = values.shape
     width = aligned_width(d, x.device)
     dtype = compute_dtype(x, queries, keys, values)
@@ -84,3 +88,36 @@ def project_inputs(
         plain = [rotate(rows.unflatten(0, (repeats, positions)), *rotation).flatten(0, 1) for rows in plain]
     values = pad(values, (0, width - d, 0, x.shape[1] - values.shape[2]))
     return plain[0], plain[1], moe_linear(x, values, sides[-1], reduce="k", backend=backend), sides
+
+
+def _check(
+    x: Tensor,
+    queries: Tensor,
+    keys: Tensor,
+    routers: Tensor,
+    values: Tensor,
+    k: int,
+    rotation: tuple[Tensor, Tensor] | None,
+) -> None:
+    shapes = [tuple(t.shape) for t in (x, queries, keys, routers, values)]
+    fits = (x.ndim, routers.ndim, values.ndim) == (2, 3, 4)
+    if fits:
+        heads, experts, d_model, d = values.shape
+        fits = x.shape[1] == d_model and shapes[1] == shapes[2] == (heads * d, d_model)
+        fits = fits and shapes[3][1:] == (experts, d_model) and routers.shape[0] in (heads, 2 * heads)
+    if not fits:
+        raise ValueError(
+            "project_inputs needs x [N, D], queries and keys [H * d, D], routers [H or 2 * H, E, D] and values "
+            "[H, E, D, d]; got {}, {}, {}, {} and {}".format(*shapes)
+        )
+    if not 1 <= k <= values.shape[1]:
+        raise ValueError(f"k={k} experts cannot be chosen out of {values.shape[1]}; use 1 <= k <= {values.shape[1]}")
+    if rotation is None:
+        return
+    cos, sin = rotation
+    fits = cos.ndim == 2 and cos.shape == sin.shape and 2 * cos.shape[1] <= values.shape[3]
+    if not fits or x.shape[0] % max(cos.shape[0], 1):
+        raise ValueError(
+            f"rotation must be cosines and sines [R, half], R a divisor of the {x.shape[0]} tokens and half at most "
+            f"{values.shape[3] // 2}; got {tuple(cos.shape)} and {tuple(sin.shape)}"
+        )

@@ -92,6 +92,81 @@ def test_what_a_compiler_is_told_holds(tokens, device):
     check_operator(_project_inputs_backward, arguments, differentiable=False)
 
 
+def router_gradients(score, dtype, device, backends):
+    """Gradients of routers that give all experts nearly one score; scaled up as float16 needs it."""
+    x, queries, keys, routers, values = (t.detach() for t in operands(40, device))
+    routers = 0.1 * routers
+    x[:, 0], routers[:, :, 0] = 1.0, score
+    for backend, to in backends:
+        leaf = routers.to(torch.promote_types(to, torch.float32), copy=True).requires_grad_()
+        rows = (t.to(to) for t in (x, queries, keys))
+        rows = project_inputs(*rows, leaf, values.to(to), 2, backend=backend)[2][..., :5].double()
+        cotangent = 2.0**10 * torch.linspace(-1, 1, rows.numel(), device=device).view_as(rows)
+        yield torch.autograd.grad((rows * cotangent).sum(), leaf)[0]
+
+
+@pytest.mark.parametrize(
+    ("dtype", "score"),
+    [(torch.float32, -14.0), (torch.float32, -60.0), (torch.bfloat16, -60.0), (torch.float16, -14.0)],
+)
+def test_gradients_of_routers_with_small_gates_are_as_accurate_as_plain_torchs(score, dtype, device):
+    """The row of the first slot may come from dividing a sum by the slot's gate."""
+    backends = ("reference", torch.float64), ("gated", dtype), ("triton", dtype)
+    exact, plain, found = router_gradients(score, dtype, device, backends)
+    assert relative_error(found, exact) <= 2 * relative_error(plain, exact) + 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:overflow encountered in exp")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("score", [-88.0, -100.0, -200.0])
+def test_gradients_of_routers_vanish_with_their_gates(score, dtype, device):
+    (found,) = router_gradients(score, dtype, device, [("triton", dtype)])
+    assert found.abs().max() < 1e-25
+
+
+def test_tables_of_any_strides_rotate_alike(device):
+    tensors = [t.detach() for t in operands(6, device)]
+    table = rotary_table(torch.arange(3, device=device), 4, 10.0, torch.float32)
+    parts = tuple(t[:, 1:3] for t in table)
+    found = project_inputs(*tensors, 2, rotation=parts, backend="triton")
+    expected = project_inputs(*tensors, 2, rotation=tuple(t.contiguous() for t in parts), backend="triton")
+    assert torch.equal(found[0], expected[0])
+    assert torch.equal(found[1], expected[1])
+
+
+def test_bad_arguments_are_named(device):
+    x, queries, keys, routers, values = operands(6, device)
+    with pytest.raises(ValueError, match=r"routers \[H or 2 \* H, E, D\].*got \(6, 20\)"):
+        project_inputs(x[:, :20], queries, keys, routers, values, 2)
+    with pytest.raises(ValueError, match=r"\(3, 3, 21\) and"):
+        project_inputs(x, queries, keys, routers[:3], values, 2)
+    with pytest.raises(ValueError, match="k=4 experts cannot be chosen out of 3"):
+        project_inputs(x, queries, keys, routers, values, 4)
+    for positions, half in ((4, 2), (3, 3)):
+        table = rotary_table(torch.arange(positions, device=device), half, 10.0, torch.float32)
+        with pytest.raises(ValueError, match=r"divisor of the 6 tokens and half at most 2"):
+            project_inputs(x, queries, keys, routers, values, 2, rotation=table)
+
+
+def test_a_second_derivative_is_refused(device):
+    tensors = operands(4, device)
+    rows, *_ = project_inputs(*tensors, 2, backend="triton")
+    (grad,) = torch.autograd.grad(rows.square().sum(), tensors[1], create_graph=True)
+    with pytest.raises(RuntimeError, match="no autograd formula"):
+        grad.sum().backward()
+
+
+@pytest.mark.parametrize("tokens", [63, 64, 65])
+def test_inference_mode_and_no_grad_give_the_values_of_training(tokens, device):
+    tensors = operands(tokens, device)
+    *expected, _ = project_inputs(*tensors, 2, backend="triton")
+    for without_gradients in (torch.no_grad(), torch.inference_mode()):
+        with without_gradients:
+            *found, _ = project_inputs(*tensors, 2, backend="triton")
+        for a, b in zip(found, expected, strict=True):
+            assert torch.equal(a, b)
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_decoding_equals_training(dtype, device):
     tensors = operands(3, device, dtype)

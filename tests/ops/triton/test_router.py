@@ -70,6 +70,20 @@ def test_indices_stay_in_range_when_scores_are_not_numbers(device):
     assert ((indices >= 0) & (indices < 4)).all()
 
 
+@pytest.mark.filterwarnings("ignore:overflow encountered")  # NumPy's, in the interpreter
+@pytest.mark.parametrize("gating", ["sigmoid", "softmax"])
+def test_scores_of_minus_infinity_choose_every_expert_once_with_gate_zero(gating, device):
+    x = torch.full((3, 48), 1e30, device=device)
+    weight = torch.full((2, 4, 48), -1e30, device=device)
+    weight[1, 2] = 0.0
+    gates, indices = route(x, weight, 3, gating=gating)
+    assert indices.sort(-1).values.diff(dim=-1).gt(0).all()
+    assert gates[:, 0].eq(0).all()
+    assert indices[:, 1, 0].eq(2).all()
+    assert gates[:, 1, 0].gt(0).all()
+    assert gates[:, 1, 1:].eq(0).all()
+
+
 def test_no_tokens(device):
     x, weight = operands(tokens=0, device=device)
     gates, _ = route(x, weight, 2)

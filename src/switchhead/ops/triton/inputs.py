@@ -42,7 +42,7 @@ def project_inputs(
     Differentiable once in x and all weights, which may have any float dtype but float64.
     """
     keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, queries, keys, routers, values))
-    cos, sin = rotation or (None, None)
+    cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
     q, k_, v, gates, expert_indices, _, _ = _project_inputs(
         x, queries, keys, routers, values, k, cos, sin, dtype, width, keep, dropped
     )

@@ -257,13 +257,13 @@ def project_values(
     """`reduce="k"` of tokens that all heads read, `[N, H, width]`, and if `keep` the rows that it is the sum of.
 
     These are `[N, H, K - 1, width]`, since the first slot's follow from the others (see `spread_rows`), or all K where
-    slots are rows of their own. Tokens may be wider than the weight, with zeros behind; `width` may be the weight's,
-    or the next multiple of 8.
+    slots are rows of their own, and in float16, which has no exponents for sums by very small gates. Tokens may be
+    wider than the weight, with zeros behind; `width` may be the weight's, or the next multiple of 8.
     """
     p = _Problem.of(tokens, weight, expert_indices)
     if p.tokens == 0:
         return tokens.new_empty(0, p.heads, width), tokens.new_empty(0, p.heads, p.k, width)
-    keep_from = int(p.by_sets or p.dense_project) if keep else None
+    keep_from = int((p.by_sets or p.dense_project) and dtype != torch.float16) if keep else None
     out, kept, _ = _project(
         p, tokens, weight, gates, expert_indices, dtype,
         narrow_in=False, shared=p.heads, keep_from=keep_from, width=width,

@@ -222,14 +222,14 @@ def _route_kernel(
     e = tl.arange(0, PE)[None, None, :]
     row = token.to(tl.int64)[:, None, None] * H + h
     exists = (h < H) & (e < E)
-    # Least of all but -inf, which marks experts already taken and padding. A score that is not a number must not
-    # lead to an index out of range either.
+    # Least of all but -inf, which marks experts already taken and padding: a score of -inf, or one that is not a
+    # number, must lead neither to an index out of range nor to an expert that is chosen twice.
     LEAST: tl.constexpr = -3.0e38
     allowed = scores == scores
     if dropped_ptr is not None:
         out = tl.load(dropped_ptr + row * E + e, mask=valid[:, None, None] & exists, other=0)
         allowed = allowed & (out == 0)
-    left = tl.where(allowed, scores, LEAST)
+    left = tl.where(allowed, tl.maximum(scores, LEAST), LEAST)
     left = tl.where(e < E, left, float("-inf"))
     if probabilities_ptr is not None:
         top = tl.max(left, 2)
