@@ -21,8 +21,8 @@ _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 
 
 def _source_digest() -> str:
-    """A digest of this package: `torch.compile` caches inlined bodies on disk by the operator's name alone."""
-    sources = sorted(Path(__file__).parent.parent.glob("triton*/*.py"))
+    """A digest of `switchhead.ops`: `torch.compile` caches inlined bodies on disk by the operator's name alone."""
+    sources = sorted(Path(__file__).parents[1].rglob("*.py"))
     return hashlib.sha256(b"".join(source.read_bytes() for source in sources)).hexdigest()[:8]
 
 
