@@ -4,6 +4,7 @@ import pytest
 import torch
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # on a GPU deterministic algorithms ask for it
 if not torch.cuda.is_available():
     # Kernels run in Triton's interpreter, which has to be chosen before anything imports triton: torch.compile does.
     os.environ.setdefault("TRITON_INTERPRET", "1")
