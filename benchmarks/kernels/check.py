@@ -20,6 +20,7 @@ from torch import Tensor
 from switchhead.ops import gated, grouped
 from switchhead.ops.relative import relative_attention
 from switchhead.ops.triton import moe_linear as module
+from switchhead.ops.triton import problem
 from switchhead.ops.triton.router import route
 from switchhead.routing import Routing
 
@@ -84,7 +85,7 @@ def draw_gradient(shape: tuple[int, ...], dtype: torch.dtype, layout: str) -> Te
 
 def check(case: dict, *, pooled: bool = False, repeats: int = 1) -> bool:
     tokens, d_head, d_model, (experts, k), heads, dtype, routing, reduce, layout, ratio = case.values()
-    module._MAX_DENSE_RATIO = ratio
+    problem.MAX_DENSE_RATIO = ratio
     torch.backends.cuda.matmul.allow_tf32 = dtype == "tf32"
     dtype = getattr(torch, "float32" if dtype == "tf32" else dtype)
     d_in, d_out = (d_head, d_model) if reduce == "heads" else (d_model, d_head)

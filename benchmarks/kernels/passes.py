@@ -13,7 +13,8 @@ import torch
 import triton
 
 from switchhead.ops.triton.grouping import group_rows
-from switchhead.ops.triton.moe_linear import _backward, _forward, _Problem
+from switchhead.ops.triton.moe_linear import _backward, _forward
+from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.router import _route, _route_backward
 
 CONFIGURATIONS = {  # d_model, n_heads, d_head, n_experts, k
@@ -63,7 +64,7 @@ def passes(tokens: int, d_model: int, heads: int, d: int, experts: int, k: int, 
     yield "O weight gradient", backward(grad_out, a, outputs, none, "heads", False, True, False)
 
     both = torch.randn(2 * heads, experts, d_model, device="cuda") / d_model**0.5
-    problem = _Problem.of(x, values, indices)
+    problem = Problem.of(x, values, indices)
 
     def route_and_group():
         _, chosen, _ = _route(x, both, k, False, None)

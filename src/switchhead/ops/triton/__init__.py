@@ -3,6 +3,7 @@
 operator.py     operators that a compiler inlines
 inputs.py       all that a layer makes of its tokens before attention
 moe_linear.py   the primitive
+problem.py      which kernels serve it, by shapes
 router.py       scores, choice and gates
 rotary.py       sines, and the rotation of queries and keys
 dense.py        all experts through cuBLAS

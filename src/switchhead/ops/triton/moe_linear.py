@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from math import comb
-
 import torch
 from jaxtyping import Float
 from torch import Tensor
@@ -13,20 +10,16 @@ from switchhead.ops.dtypes import compute_dtype
 from switchhead.ops.triton.accumulate import accumulate
 from switchhead.ops.triton.decode import decode
 from switchhead.ops.triton.dense import combine_experts, spread_rows, sum_over_tokens
-from switchhead.ops.triton.grouping import Rows, group_rows
+from switchhead.ops.triton.grouping import group_rows
 from switchhead.ops.triton.operands import ALIGN, aligned_rows, pad_to, prepare_weight, scale_rows
 from switchhead.ops.triton.operator import operator
+from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.project import project
 from switchhead.ops.triton.tuning import accumulate_tile, project_tile, slot_width, weight_grad_tile
 from switchhead.ops.triton.weight_grad import weight_grad
 from switchhead.routing import Routing
 
 DECODE_TOKENS = 16  # up to here a token's few matrix-vector products beat sorting and casting all experts
-_MAX_SETS = 72  # groups of a head; more leave too few rows in each to fill tiles
-_MAX_SLOTS = 4  # sums that one tile of `project` can hold in registers
-_MAX_JOINT_SETS = 128
-_MAX_DENSE_RATIO = 2.0  # E / k up to which all experts in cuBLAS beat the chosen ones in kernels of ours
-_MAX_SPARSE_SLOTS = 2  # of those, `project` still wins where a tile holds no more sums than this
 _DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
@@ -53,63 +46,6 @@ def moe_linear(
     return out
 
 
-@dataclass(frozen=True)
-class _Problem:
-    """What shapes decide, before any number is looked at."""
-
-    tokens: int
-    heads: int
-    k: int
-    n_experts: int
-    pooled: bool  # one set of matrices for all heads
-    per_head: bool  # x has a row for each head
-
-    @classmethod
-    def of(cls, x: Tensor, weight: Tensor, expert_indices: Tensor) -> _Problem:
-        tokens, heads, k = expert_indices.shape
-        return cls(tokens, heads, k, weight.shape[1], weight.shape[0] == 1, x.ndim == 3)
-
-    @property
-    def by_sets(self) -> bool:
-        """Group a head's rows by the set of its k experts; otherwise each slot is a row of its own."""
-        return self.k <= _MAX_SLOTS and comb(self.n_experts, self.k) <= _MAX_SETS
-
-    @property
-    def segments(self) -> int:
-        return 1 if self.pooled else self.heads
-
-    @property
-    def dense(self) -> bool:
-        """Multiply with all experts of a head, the unchosen ones times zero (see `dense.py`)."""
-        return (not self.pooled or self.heads == 1) and self.n_experts <= _MAX_DENSE_RATIO * self.k
-
-    @property
-    def dense_project(self) -> bool:
-        """The same for `project`, whose kernel has the easier shape."""
-        return self.dense and self.k > _MAX_SPARSE_SLOTS
-
-    def project_rows(self) -> Rows:
-        """Rows of `project`: a token and head, or a slot."""
-        inner = self.heads // self.segments
-        if self.by_sets:
-            return Rows(self.segments, inner, 1, self.k, self.n_experts, self.pooled)
-        return Rows(self.segments, inner * self.k, 1, 1, self.n_experts, self.pooled)
-
-    def accumulate_rows(self, *, per_head: bool) -> tuple[Rows, bool]:
-        """Rows of `accumulate`, and whether its passes add up the heads: then a row covers as many heads as it can."""
-        if not self.by_sets:
-            return self.slot_rows(), False
-        if per_head or self.pooled:
-            return self.project_rows(), False
-        parts = 2 if self.heads % 2 == 0 and comb(self.n_experts, self.k) ** 2 <= _MAX_JOINT_SETS else 1
-        return Rows(self.heads // parts, 1, parts, self.k, self.n_experts), True
-
-    def slot_rows(self) -> Rows:
-        """Slots by expert."""
-        inner = self.heads // self.segments * self.k
-        return Rows(self.segments, inner, 1, self.k, self.n_experts, self.pooled, single=True)
-
-
 @operator("switchhead::moe_linear")
 def _forward(
     x: Tensor,
@@ -121,7 +57,7 @@ def _forward(
     keep_slots: bool,
 ) -> tuple[Tensor, Tensor]:
     """The result, and with `keep_slots` the unweighted rows `[N, H, K, d_out]` that the gates' gradients need."""
-    p = _Problem.of(x, weight, expert_indices)
+    p = Problem.of(x, weight, expert_indices)
     d_out = weight.shape[3]
     nothing = x.new_empty(0)
     shape = _out_shape(p, reduce, d_out)
@@ -160,7 +96,7 @@ def _backward(
     need_gates: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients of x, weight and gates; an empty tensor where none is needed."""
-    p = _Problem.of(x, weight, expert_indices)
+    p = Problem.of(x, weight, expert_indices)
     if p.tokens == 0:
         return _zero_gradients(x, weight, gates, need_x, need_weight, need_gates)
     grad_x, grad_gates, grad_weight = (x.new_empty(0) for _ in range(3))  # outputs may not share storage
@@ -260,7 +196,7 @@ def project_values(
     slots are rows of their own, and in float16, which has no exponents for sums by very small gates. Tokens may be
     wider than the weight, with zeros behind; `width` may be the weight's, or the next multiple of 8.
     """
-    p = _Problem.of(tokens, weight, expert_indices)
+    p = Problem.of(tokens, weight, expert_indices)
     if p.tokens == 0:
         return tokens.new_empty(0, p.heads, width), tokens.new_empty(0, p.heads, p.k, width)
     keep_from = int((p.by_sets or p.dense_project) and dtype != torch.float16) if keep else None
@@ -274,7 +210,7 @@ def project_values(
     return out.view(p.tokens, p.heads, width), kept.view(p.tokens, p.heads, -1, width) if kept.numel() else kept
 
 
-def _out_shape(p: _Problem, reduce: str, d_out: int) -> tuple[int, ...]:
+def _out_shape(p: Problem, reduce: str, d_out: int) -> tuple[int, ...]:
     return {
         "heads": (p.tokens, d_out),
         "k": (p.tokens, p.heads, d_out),
@@ -287,7 +223,7 @@ def _precision() -> str:
     return "tf32x3" if torch.backends.cuda.matmul.allow_tf32 else "ieee"
 
 
-def _slot_width(p: _Problem, width: int) -> int:
+def _slot_width(p: Problem, width: int) -> int:
     """Columns of a scaled row."""
     if p.dense:
         return pad_to(width, ALIGN)
@@ -296,7 +232,7 @@ def _slot_width(p: _Problem, width: int) -> int:
 
 
 def _project(
-    p: _Problem,
+    p: Problem,
     x: Tensor,
     weight: Tensor,
     gates: Tensor | None,
@@ -336,7 +272,7 @@ def _project(
 
 
 def _accumulate(
-    p: _Problem,
+    p: Problem,
     x: Tensor,
     weight: Tensor,
     gates: Tensor,
@@ -354,7 +290,7 @@ def _accumulate(
 
 
 def _accumulate_rows(
-    p: _Problem,
+    p: Problem,
     scaled: Tensor,
     weight: Tensor,
     expert_indices: Tensor,
@@ -378,7 +314,7 @@ def _accumulate_rows(
 
 
 def _spread(
-    p: _Problem,
+    p: Problem,
     x: Tensor,
     expert_indices: Tensor,
     gates: Tensor,
@@ -394,7 +330,7 @@ def _spread(
 
 
 def _dense_accumulate(
-    p: _Problem, spread: Tensor, weight: Tensor, dtype: torch.dtype, *, narrow_in: bool, per_head: bool
+    p: Problem, spread: Tensor, weight: Tensor, dtype: torch.dtype, *, narrow_in: bool, per_head: bool
 ) -> Tensor:
     """`accumulate` of spread rows; `[N, wide]`, or `[N, H, wide]` if `per_head`."""
     wide = weight.shape[3] if narrow_in else weight.shape[2]
@@ -406,7 +342,7 @@ def _dense_accumulate(
 
 
 def _dense_project(
-    p: _Problem,
+    p: Problem,
     x: Tensor,
     weight: Tensor,
     gates: Tensor | None,
