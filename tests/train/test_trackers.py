@@ -54,3 +54,17 @@ def test_a_service_that_does_not_start_ends_the_run_with_one_error(settings, mon
     monkeypatch.setitem(sys.modules, "trackio", service)
     with pytest.raises(RunError, match=r"trackio did not start: division by zero"):
         train(**settings, tracker="trackio")
+
+
+def test_a_service_that_fails_on_the_way_is_told_no_more_and_the_run_goes_on(settings, monkeypatch, caplog):
+    service = Service()
+
+    def fail(values, *, step):
+        service.calls.append(("log", step))
+        raise ConnectionError("no network")
+
+    service.log = fail
+    monkeypatch.setitem(sys.modules, "trackio", service)
+    assert train(**settings, tracker="trackio").finished
+    assert service.calls[1:] == [("log", 1)]
+    assert "trackio failed and is told no more: no network" in caplog.text

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import importlib
-from collections.abc import Mapping
+import logging
+from collections.abc import Callable, Mapping
 from typing import Any, Literal
 
 from switchhead.errors import RunError
@@ -12,6 +13,7 @@ from switchhead.runs import RunDirectory
 
 Service = Literal["wandb", "trackio"]
 PROJECT = "switchhead"
+logger = logging.getLogger(__name__)
 
 
 def load_service(service: Service) -> Any:
@@ -38,7 +40,7 @@ class Tracker:
     """
 
     def __init__(self, service: Service, run: RunDirectory) -> None:
-        self._service = load_service(service)
+        self._service, self._name, self._failed = load_service(service), service, False
         settings: dict[str, Any] = {"project": PROJECT, "name": run.path.name, "resume": "allow"}
         if service == "wandb":  # finds a run to resume by its id, not its name
             place = f"{run.path.resolve()} {run.fingerprint}"
@@ -49,9 +51,18 @@ class Tracker:
             raise RunError(f"{service} did not start: {error}") from error
 
     def log(self, step: int, values: Mapping[str, float]) -> None:
-        """Show measurements of a step."""
-        self._service.log(dict(values), step=step)
+        """Show measurements of a step; a service that fails is told no more, since training does not depend on it."""
+        self._try(lambda: self._service.log(dict(values), step=step))
 
     def close(self) -> None:
         """Send what is left."""
-        self._service.finish()
+        self._try(self._service.finish)
+
+    def _try(self, action: Callable[[], object]) -> None:
+        if self._failed:
+            return
+        try:
+            action()
+        except Exception as error:  # whatever the service raises
+            self._failed = True
+            logger.warning("%s failed and is told no more: %s", self._name, error)
