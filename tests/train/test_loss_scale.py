@@ -34,3 +34,11 @@ def test_a_gradient_that_overflows_unscaled_is_no_fault_of_the_scale():
     scale.update(finite=False)
     assert scale.scale == 1
     assert not scale.overflowed(finite=False)
+
+
+def test_a_checkpoint_of_another_dtype_leaves_the_scale_as_it_is():
+    half, single = LossScale.of("float16"), LossScale.of("float32")
+    states = half.state(), single.state()
+    half.restore(states[1])
+    single.restore(states[0])
+    assert (half, single) == (LossScale.of("float16"), LossScale.of("float32"))

@@ -51,5 +51,7 @@ class LossScale:
         return dataclasses.asdict(self)
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Go back to a checkpoint's."""
-        self.scale, self.finite_steps = state["scale"], state["finite_steps"]
+        """Go back to a checkpoint's; one of a run that did (or did not) scale its losses says nothing to one that does
+        not (or does)."""
+        if state["grows"] == self.grows:
+            self.scale, self.finite_steps = state["scale"], state["finite_steps"]
