@@ -23,6 +23,8 @@ def corpora(tmp_path_factory):
     for name, tokenizer in (("pieces", {"vocab_size": 420}), ("others", {"vocab_size": 400})):
         prepare(Settings(source=source, held_out=0.1, **tokenizer), path / name)
     prepare(Settings(source=source, held_out=0.1, tokenizer="bytes"), path / "bytes")
+    (path / "other.jsonl").write_text("".join(json.dumps({"text": text[::-1]}) + "\n" for text in paragraphs))
+    prepare(Settings(source=f"jsonl:{path / 'other.jsonl'}#text", held_out=0.1, vocab_size=420), path / "as many")
     return path
 
 
@@ -50,6 +52,14 @@ def test_text_of_another_tokenizer_is_refused(settings, corpora):
             train(**{**settings, "data": str(corpora / other)}, resume=True)
         with pytest.raises(RunError, match=r"the model \d+"):
             train(**{**settings, "data": str(corpora / other)}, resume=True, allow_changes=True)
+
+
+def test_text_of_another_tokenizer_with_as_many_pieces_is_refused_whatever_is_allowed(settings, corpora):
+    train(**{**settings, "data": str(corpora / "pieces")})
+    before = (settings["out"] / "config.json").read_text()
+    with pytest.raises(RunError, match=r"was trained on text of another tokenizer than this text's"):
+        train(**{**settings, "data": str(corpora / "as many")}, resume=True, allow_changes=True)
+    assert (settings["out"] / "config.json").read_text() == before
 
 
 def test_a_damaged_shard_is_named_before_training(settings, corpora, tmp_path):

@@ -49,7 +49,9 @@ def write_checkpoint(
     final = directory / f"step-{step}"
     temporary = final.with_name(final.name + TEMPORARY)
     try:
-        directory.mkdir(exist_ok=True)
+        if not directory.is_dir():
+            directory.mkdir()
+            flush_to_disk(directory.parent)
         for leftover in directory.glob(f"*{TEMPORARY}"):
             shutil.rmtree(leftover)
         temporary.mkdir()
@@ -58,16 +60,16 @@ def write_checkpoint(
             if content:
                 path = temporary / f"{name}.safetensors"
                 save_file({key: value.contiguous() for key, value in content.items()}, path)
-                _flush(path)
+                flush_to_disk(path)
                 files[path.name] = digest_of(path)
         content = {**state, "format": CHECKPOINT_FORMAT, "step": step, "fingerprint": fingerprint, "files": files}
         (temporary / "state.json").write_text(json.dumps(content) + "\n", encoding="utf-8")
-        _flush(temporary / "state.json")
-        _flush(temporary)
+        flush_to_disk(temporary / "state.json")
+        flush_to_disk(temporary)
         if final.exists():  # one that a resume found unusable
             _remove(final)
         os.replace(temporary, final)
-        _flush(directory)
+        flush_to_disk(directory)
         for _, old in checkpoint_steps(directory, before=step)[max(keep - 1, 0) :]:
             _remove(old)
     except (OSError, SafetensorError) as error:
@@ -84,7 +86,7 @@ def _remove(path: Path) -> None:
     shutil.rmtree(doomed)
 
 
-def _flush(path: Path) -> None:
+def flush_to_disk(path: Path) -> None:
     """Have the operating system put a file, or a directory's entries, on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
     try:

@@ -16,7 +16,7 @@ from switchhead.data.vocabulary import FILE_NAME
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import FORMAT, RunDirectory, identity_of, open_run, package_versions
-from switchhead.train.checkpoint import TEMPORARY
+from switchhead.train.checkpoint import TEMPORARY, flush_to_disk
 from switchhead.train.config import TrainingConfig
 
 logger = logging.getLogger(__name__)
@@ -77,7 +77,8 @@ def reopen_run(
             `config.json`.
 
     Raises:
-        RunError: it is a run with another model, training, data or vocabulary.
+        RunError: it is a run with another model, training or data; or, whatever is allowed, with another vocabulary,
+            whose ids its weights stand for.
     """
     if not (path / "config.json").exists():
         return create_run(path, config, vocabulary)
@@ -90,7 +91,11 @@ def reopen_run(
             "Resume it as it was, or with --allow-changes"
         )
     if (run.tokenizer / FILE_NAME).exists():
-        load_vocabulary(run.tokenizer, size=vocabulary.size)
+        if load_vocabulary(run.tokenizer, size=vocabulary.size).fingerprint != vocabulary.fingerprint:
+            raise RunError(
+                f"{path} was trained on text of another tokenizer than this text's: prepare it with the run's, or "
+                "start a new run"
+            )
     else:  # killed right after its creation
         _save_vocabulary(run, vocabulary)
     if run.config["versions"] != config["versions"]:
@@ -115,7 +120,9 @@ def _save_vocabulary(run: RunDirectory, vocabulary: Vocabulary) -> None:
 def _write_config(path: Path, config: Mapping[str, Any]) -> RunDirectory:
     temporary = path / f"config.json{TEMPORARY}"
     temporary.write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    flush_to_disk(temporary)
     os.replace(temporary, path / "config.json")
+    flush_to_disk(path)
     return RunDirectory(path, config)
 
 
