@@ -16,7 +16,7 @@ SIZES = {"steps": 10, "batch_size": 2, "chunk_length": 4}
         ("warmup_steps", -1), ("betas", (0.9, 1.0)), ("eps", 0.0), ("weight_decay", -0.1), ("grad_clip", 0.0),
         ("seed", -1), ("dtype", "float64"), ("eval_every", 0), ("save_every", 0), ("keep_checkpoints", 0),
         ("validation_fraction", 1.0), ("micro_batch_size", 0), ("loss_chunk_length", 0), ("skip_nonfinite", -1),
-        ("usage_every", 0),
+        ("usage_every", 0), ("validation_tokens", 0), ("grad_clip", math.inf),
     ],
 )  # fmt: skip
 def test_a_field_out_of_range_is_named(field, value):

@@ -105,6 +105,24 @@ def test_auxiliary_losses_are_those_of_all_tokens(zygote, tmp_path, parallel):
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_compiled_ranks_compute_the_same_and_see_the_use_of_experts(zygote, tmp_path, parallel):
+    # A validation of 4 x 6 tokens comes before a measurement of 4 x 6 on each rank: code compiled for the one would not
+    # call the hooks of the other.
+    training = {**SHORT, "batch_size": 8, "eval_every": 1, "validation_tokens": 24, "usage_every": 2}
+    zygote.train(tmp_path / "plain", model=EXACT, training=training)
+    order = {"parallel": parallel, "model": EXACT, "training": {**training, "compile": True}}
+    answers = zygote.train_on_ranks(tmp_path / "run", ranks=2, **order)
+    assert answers == [{"status": 0, "step": 3, "finished": True}] * 2
+    for name in ("loss", "validation_loss"):
+        assert measured(tmp_path / "run", name) == pytest.approx(measured(tmp_path / "plain", name), rel=2e-5)
+    for usage, expected in zip(*(measured(tmp_path / name, "experts") for name in ("run", "plain")), strict=True):
+        assert {router: values["share"] for router, values in usage.items()} == {
+            router: values["share"] for router, values in expected.items()
+        }
+
+
+@pytest.mark.slow
 def test_processes_of_torchrun_train_one_run_and_speak_once(zygote, tmp_path):
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "-m", "switchhead"]
     settings = ["--steps", "2", "--batch-size", "2", "--chunk-length", "8", "--device", "cpu", "--json"]

@@ -92,6 +92,27 @@ def test_progress_says_where_the_run_is(settings, capsys):
     assert shown.out == ""
 
 
+def test_progress_shows_how_far_a_validation_is(settings, capsys, monkeypatch):
+    monkeypatch.setattr("switchhead.train.progress.SECONDS_BETWEEN_LINES", 0.0)
+    train(**changed({**settings, "progress": True}, "training", batch_size=1))
+    shown = re.findall(r"run  step 3/6  validation (\d+)%", capsys.readouterr().err)
+    shares = [int(share) for share in shown]
+    assert len(shares) > 2
+    assert shares == sorted(set(shares))
+    assert shares[-1] == 100
+
+
+def test_a_limited_validation_scores_the_first_tokens(settings, tmp_path):
+    valid = tmp_path / "valid.txt"
+    valid.write_text("abcab cabc" * 9)
+    limited = changed({**settings, "valid": f"text:{valid}"}, "training", validation_tokens=20)
+    score = train(**limited).validation
+    assert (score.tokens, score.bytes) == (20, 20)
+    valid.write_text("abcab cabc" * 2)
+    run = load_run(settings["out"], device="cpu")
+    assert score.loss == pytest.approx(evaluate(run.model, run.vocabulary, f"text:{valid}").loss, rel=1e-6)
+
+
 def test_the_commit_is_recorded_where_there_is_one(settings):
     config = describe_run(recipe=None, model=settings["model"], training=settings["training"], data={})
     repository = Path(describe_run.__code__.co_filename).parents[3] / ".git"
@@ -344,6 +365,30 @@ def test_changes_that_are_asked_for_are_recorded_and_go_on(settings, caplog):
         ["training.learning_rate is 0.01 there and 0.001 here", "training.steps is 4 there and 8 here"]
     ]
     assert load_run(settings["out"], device="cpu").step == 8
+
+
+def test_a_run_beyond_the_steps_that_are_asked_for_is_finished(settings):
+    train(**settings)
+    result = train(**changed(settings, "training", steps=4), resume=True, allow_changes=True)
+    assert (result.step, result.finished) == (6, True)
+
+
+def test_changing_to_float16_starts_with_its_loss_scale(settings):
+    train(**changed(settings, "training", steps=4))
+    train(**changed(settings, "training", dtype="float16"), resume=True, allow_changes=True)
+    lines = [line for line in read_metrics(settings["out"] / "metrics.jsonl") if "loss_scale" in line]
+    assert [(line["step"], line["loss_scale"]) for line in lines][:1] == [(5, 2**16)]
+
+
+def test_memory_that_does_not_suffice_names_what_takes_less(settings, monkeypatch):
+    def forward(self, *args, **kwargs):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has a total capacity")
+
+    monkeypatch.setattr(SwitchHeadForCausalLM, "forward", forward)
+    with pytest.raises(
+        TrainingError, match=r"at step 1 \(CUDA out of memory\): set a smaller micro_batch_size \(now 3\)"
+    ):
+        train(**settings)
 
 
 def test_changes_that_the_weights_do_not_allow_are_refused(settings):

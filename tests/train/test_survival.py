@@ -16,6 +16,7 @@ from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import load_run
 from switchhead.train import TrainingConfig, train
+from switchhead.train.loop import _StopSignal
 from tests.train.zygote import run
 
 SAVE = "switchhead.train.checkpoint:save_file"
@@ -51,7 +52,7 @@ EVERY_MOMENT = [
     kill("torch.optim:AdamW.step", 4, "after"),
     kill("switchhead.train.metrics:MetricsLog.append", 3, "after"),
     kill("switchhead.train.metrics:json.dumps", 4, "after"),
-    *(kill("os:fsync", number) for number in range(1, 15)),  # two checkpoints of three or four files
+    *(kill("os:fsync", number) for number in range(1, 18)),  # the configuration, two checkpoints of three or four files
     *(kill(SAVE, number, "after") for number in range(1, 5)),
     *(kill("os:replace", number, when) for number in (4, 5, 6) for when in ("before", "after")),
     kill("shutil:rmtree", 1),
@@ -109,6 +110,15 @@ def test_sigterm_finishes_the_step_saves_and_leaves_with_success(zygote, uninter
     assert steps_saved(tmp_path) == [4, 5]
     assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
     assert losses(tmp_path) == expected
+
+
+def test_the_first_signal_says_that_a_second_one_stops_at_once(capfd):
+    with _StopSignal(show=True) as stop:
+        os.kill(os.getpid(), signal.SIGTERM)
+        while not stop.received:
+            time.sleep(0.01)
+        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert capfd.readouterr().err == "\nfinishing this step, then saving; once more to stop at once\n"
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(zygote, uninterrupted, tmp_path):

@@ -6,7 +6,7 @@ Reads one JSON object a line: `out`, `kind` (of the model), `resume`, and perhap
   `FAULTS`, "rank": whose};
 - `kill_after`: seconds after which the child is killed;
 - `ranks`: how many children train together, and `parallel`: how;
-- `model` and `training`: settings other than the usual ones.
+- `model` and `training`: settings other than the usual ones; what is compiled is traced, and then run as it is.
 
 Answers with one for each child: its exit status (negative: the signal that killed it), and what it came to or the
 message of the error that ended it.
@@ -78,6 +78,8 @@ def run(order):
         "usage_every": 5,
         **order.get("training", {}),
     }
+    if training.get("compile"):
+        torch.compiler.set_stance(force_backend="eager")
     result = train(
         model=SwitchHeadConfig(**settings),
         training=TrainingConfig(**training),

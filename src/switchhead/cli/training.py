@@ -37,7 +37,7 @@ class TrainingSettings:
     """Steps until it is reached."""
     weight_decay: OfRecipe[float | None] = None
     """Decoupled, on matrices only."""
-    grad_clip: OfRecipe[float | None] = None
+    grad_clip: OfRecipe[float | Literal["off"] | None] = None
     """Largest norm of the gradient."""
     seed: OfRecipe[int | None] = None
     """Of initial weights, dropout and the order of the text."""
@@ -53,6 +53,8 @@ class TrainingSettings:
     """Pass over so many steps whose loss or gradient is not finite."""
     eval_every: OfRecipe[int | None] = None
     """Steps between validations."""
+    validation_tokens: OfRecipe[int | None] = None
+    """Tokens of the validation text that are scored."""
     save_every: OfRecipe[int | None] = None
     """Steps between checkpoints."""
     usage_every: OfRecipe[int | None] = None
@@ -68,6 +70,8 @@ class TrainingSettings:
         for name in ("compile", "mask_documents"):
             if name in changes:
                 changes[name] = changes[name] == "on"
+        if self.grad_clip == "off":
+            changes["grad_clip"] = None
         with arguments_of_the_user():
             return dataclasses.replace(training, **changes)
 

@@ -31,6 +31,7 @@ class TrainingConfig:
         mask_documents: documents that share a window do not see each other (models without memory).
         skip_nonfinite: steps whose loss or gradient is not finite that a run passes over before it gives up.
         eval_every: steps between validations; the last step always validates.
+        validation_tokens: of the validation text, from its beginning, that are scored; None: all.
         save_every: steps between checkpoints; the last step always saves.
         usage_every: steps between measurements of how experts are used.
         keep_checkpoints: the newest ones that are kept.
@@ -54,6 +55,7 @@ class TrainingConfig:
     mask_documents: bool = False
     skip_nonfinite: int = 0
     eval_every: int = 1000
+    validation_tokens: int | None = None
     save_every: int = 1000
     usage_every: int = 100
     keep_checkpoints: int = 2
@@ -65,7 +67,7 @@ class TrainingConfig:
             self._require(name, getattr(self, name) >= 1, "at least 1")
         for name in ("eval_every", "save_every", "usage_every", "keep_checkpoints"):
             self._require(name, getattr(self, name) >= 1, "at least 1")
-        for name in ("micro_batch_size", "loss_chunk_length"):
+        for name in ("micro_batch_size", "loss_chunk_length", "validation_tokens"):
             value = getattr(self, name)
             self._require(name, value is None or value >= 1, "at least 1, or None")
         self._require("skip_nonfinite", self.skip_nonfinite >= 0, "0 or more")
@@ -75,7 +77,8 @@ class TrainingConfig:
         self._require("warmup_steps", self.warmup_steps >= 0, "0 or more")
         self._require("betas", len(self.betas) == 2 and all(0 <= b < 1 for b in self.betas), "two in [0, 1)")
         self._require("weight_decay", math.isfinite(self.weight_decay) and self.weight_decay >= 0, "0 or more")
-        self._require("grad_clip", self.grad_clip is None or self.grad_clip > 0, "above 0, or None")
+        clips = self.grad_clip is None or (math.isfinite(self.grad_clip) and self.grad_clip > 0)
+        self._require("grad_clip", clips, "a finite number above 0, or None")
         self._require("seed", self.seed >= 0, "0 or more")
         dtypes = ("float32", "bfloat16", "float16")
         self._require("dtype", self.dtype in dtypes, f"one of {', '.join(dtypes)}")

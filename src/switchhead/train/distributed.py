@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import os
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from datetime import timedelta
@@ -153,12 +153,15 @@ def join_world(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started; a world of one without it.
 
     Raises:
+        RunError: the environment says less than `torchrun` does.
         TrainingError: another process was lost.
     """
     if not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ:
         yield ALONE
         return
     backend = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+    if missing := [name for name in ("RANK", "MASTER_ADDR", "MASTER_PORT") if name not in os.environ]:
+        raise RunError(f"WORLD_SIZE is set but not {missing[0]}: unset it, or start the processes with torchrun")
     world = World(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), int(os.environ.get("LOCAL_RANK", "0")))
     if (place := world.place(device)).type == "cuda":
         torch.cuda.set_device(place.index or 0)  # a device of no number is refused
@@ -191,7 +194,8 @@ class Parallelism:
         model: on its device, the same on every rank; sharded in place by "fsdp".
         world: the ranks.
         kind: "ddp" keeps the model whole on every rank, "fsdp" shards parameters, gradients and optimizer state.
-        compile: run it through `torch.compile`.
+        compile: run it through `torch.compile`: whole in a process on its own, layer by layer under `torchrun`, where
+            one compilation serves all layers.
 
     Raises:
         RunError: "fsdp" without `torchrun`.
@@ -200,17 +204,24 @@ class Parallelism:
     def __init__(self, model: nn.Module, world: World, kind: Parallel = "ddp", *, compile: bool = False) -> None:
         if kind not in get_args(Parallel):
             raise ValueError(f"parallel is {kind!r}; it must be one of {', '.join(get_args(Parallel))}")
+        if kind == "fsdp" and not dist.is_initialized():
+            raise RunError("fsdp shards a model over the processes of torchrun: start it with torchrun, or use ddp")
+        self._compiled = compile
+        self.forward: Callable = model
+        if compile and dist.is_initialized():  # the whole would take minutes: DDP has it compiled in pieces
+            for layer in _layers(model):
+                layer.compile()
+        elif compile:
+            self.forward = torch.compile(model)
         if kind == "fsdp":
-            _shard(model, world, compile=compile)
-            self.forward: Callable = model
-        else:
-            # Validation runs the plain model: its shapes vary, and each would be compiled anew.
-            self.forward = torch.compile(model) if compile else model
-            if world.size > 1:
-                self.forward = DistributedDataParallel(
-                    self.forward,  # pyright: ignore[reportArgumentType] (a compiled module is one)
-                    gradient_as_bucket_view=True,
-                )
+            _shard(model, world)
+        elif world.size > 1:
+            self.forward = DistributedDataParallel(model, gradient_as_bucket_view=True)
+
+    def eager(self) -> AbstractContextManager:
+        """Around forward passes of the plain model whose shapes vary, or whose modules are watched: compiled code is
+        made for one shape, and does not call hooks that came after it."""
+        return torch.compiler.set_stance("force_eager") if self._compiled else contextlib.nullcontext()
 
     def synchronised(self, *, last: bool) -> AbstractContextManager:
         """Around forward and backward of a micro-batch: gradients are summed over ranks after the last one only."""
@@ -250,9 +261,11 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _shard(model: nn.Module, world: World, *, compile: bool) -> None:
-    if not dist.is_initialized():
-        raise RunError("fsdp shards a model over the processes of torchrun: start it with torchrun, or use ddp")
+def _layers(model: nn.Module) -> Iterable[nn.Module]:
+    return model.model.layers  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
+
+
+def _shard(model: nn.Module, world: World) -> None:
     # Scores are a view, as the output of any linear layer on a batch; nothing writes into them.
     warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor", category=UserWarning)
     device = next(model.parameters()).device
@@ -261,9 +274,7 @@ def _shard(model: nn.Module, world: World, *, compile: bool) -> None:
     def placement(parameter: nn.Parameter) -> Shard:
         return Shard(shard_dimension(parameter.shape, world.size))
 
-    for layer in model.model.layers:  # pyright: ignore[reportGeneralTypeIssues, reportAttributeAccessIssue]
-        if compile:
-            layer.compile()
+    for layer in _layers(model):
         fully_shard(layer, mesh=mesh, shard_placement_fn=placement)
     fully_shard(model, mesh=mesh, shard_placement_fn=placement)
 

@@ -5,16 +5,21 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
+import os
 import signal
 import statistics
 import threading
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
+import torch
+from torch import Tensor
+
 from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
-from switchhead.errors import DataError
+from switchhead.errors import DataError, TrainingError
 from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
@@ -23,7 +28,7 @@ from switchhead.train.config import TrainingConfig
 from switchhead.train.distributed import Parallel, World, join_world
 from switchhead.train.hardware import peak_memory, peak_tokens_per_second
 from switchhead.train.metrics import MetricsLog, NoMetrics
-from switchhead.train.progress import make_progress
+from switchhead.train.progress import ProgressDisplay, make_progress
 from switchhead.train.run import create_run, describe_run, reopen_run
 from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
@@ -91,7 +96,7 @@ def train(
         DataError: the text cannot be read or is too short.
         RunError: `out` holds something else, or `device` does not exist.
         CheckpointError: no checkpoint in `out` can be used, or one cannot be saved; earlier ones survive.
-        TrainingError: the loss is not finite, or another process was lost.
+        TrainingError: the loss is not finite, the GPU's memory does not suffice, or another process was lost.
     """
     place = choose_device(device)
     if tracker is not None:
@@ -118,7 +123,14 @@ def train(
         if checkpoint := _newest_checkpoint(run, world):
             trainer.restore(checkpoint)
         session = _Session(trainer, run, title=recipe or run.path.name, show=progress, tracker=tracker)
-        return session.run_to_end(corpus.validation, vocabulary)
+        try:
+            return session.run_to_end(corpus.validation, vocabulary)
+        except torch.OutOfMemoryError as error:
+            raise TrainingError(
+                f"the GPU's memory does not suffice at step {trainer.step + 1} ({str(error).split('. ')[0]}): set a "
+                f"smaller micro_batch_size (now {training.micro_batch_size or training.batch_size}), a "
+                "loss_chunk_length, or dtype bfloat16"
+            ) from error
 
 
 def _newest_checkpoint(run: RunDirectory, world: World) -> Checkpoint | None:
@@ -151,7 +163,7 @@ class _Session:
         trainer, training = self.trainer, self.training
         validation: Evaluation | None = None
         with (
-            _StopSignal() as stop,
+            _StopSignal(show=self.show) as stop,
             self._open_log() as log,
             make_progress(training.steps, trainer.step, self.title, show=self.show) as display,
         ):
@@ -164,7 +176,7 @@ class _Session:
                     log.append(step, {"experts": {name: dataclasses.asdict(value) for name, value in usage.items()}})
                 last = step == training.steps
                 if last or step % training.eval_every == 0:
-                    validation = self._validate(validation_text, vocabulary)
+                    validation = self._validate(validation_text, vocabulary, display)
                     log.append(step, _validation_values(validation))
                     display.validated(step, validation.perplexity)
                 display.step(step, measured.loss, self.tokens_per_step / statistics.median(self.seconds[-50:]))
@@ -177,7 +189,7 @@ class _Session:
         return TrainingResult(
             run=self.run.path,
             step=trainer.step,
-            finished=trainer.step == training.steps,
+            finished=trainer.step >= training.steps,
             validation=validation,
             tokens_per_second=self.tokens_per_step / statistics.median(self.seconds) if self.seconds else None,
             rank=self.world.rank,
@@ -189,11 +201,24 @@ class _Session:
         trackers = [Tracker(self.tracker, self.run)] if self.tracker else []
         return MetricsLog(self.run.metrics, self.run.tensorboard, step=self.trainer.step, trackers=trackers)
 
-    def _validate(self, text: TokenArray, vocabulary: Vocabulary) -> Evaluation:
+    def _validate(self, text: TokenArray, vocabulary: Vocabulary, display: ProgressDisplay) -> Evaluation:
         """Every rank scores the whole text: a sharded model needs all of them, and none waits for another."""
-        with self.trainer.autocast():
+        if self.training.validation_tokens is not None:
+            text = text[: self.training.validation_tokens + 1]  # the first one follows nothing, and is not scored
+        model, read = self.trainer.model, 0
+
+        def count(module: object, args: object, arguments: Mapping[str, Tensor], output: object) -> None:
+            nonlocal read
+            read += arguments["input_ids"].numel()
+            display.validating(self.trainer.step, min(read / (len(text) - 1), 1.0))
+
+        with (
+            model.register_forward_hook(count, with_kwargs=True),
+            self.trainer.autocast(),
+            self.trainer.parallelism.eager(),
+        ):
             return score_tokens(
-                self.trainer.model,
+                model,
                 vocabulary,
                 text,
                 chunk_length=self.training.chunk_length,
@@ -265,10 +290,14 @@ def _validation_values(validation: Evaluation) -> dict[str, float]:
 
 
 class _StopSignal:
-    """Notes SIGTERM and Ctrl-C instead of dying of them; the second one kills as usual."""
+    """Notes SIGTERM and Ctrl-C instead of dying of them; the second one kills as usual.
 
-    def __init__(self) -> None:
-        self.received = False
+    Args:
+        show: say so on standard error.
+    """
+
+    def __init__(self, *, show: bool) -> None:
+        self.received, self._show = False, show
         self._previous: dict[int, Any] = {}
 
     def __enter__(self) -> _StopSignal:
@@ -285,6 +314,8 @@ class _StopSignal:
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
         self._restore()
+        if self._show:  # past Python's buffer, which the signal may have interrupted
+            os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

@@ -25,6 +25,10 @@ class ProgressDisplay(ABC):
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         """A step is done."""
 
+    @abstractmethod
+    def validating(self, step: int, share: float) -> None:
+        """So much of a validation is done."""
+
     def validated(self, step: int, perplexity: float) -> None:
         """A validation is done."""
         self.validation = f"  validation perplexity {perplexity:.3f} (step {step})"
@@ -52,6 +56,9 @@ class _Silent(ProgressDisplay):
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
         pass
 
+    def validating(self, step: int, share: float) -> None:
+        pass
+
 
 class _Bar(ProgressDisplay):
     def __init__(self, total: int, done: int, title: str) -> None:
@@ -70,6 +77,9 @@ class _Bar(ProgressDisplay):
         numbers = f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s{self.validation}"
         self._progress.update(self._task, completed=step, numbers=numbers)
 
+    def validating(self, step: int, share: float) -> None:
+        self._progress.update(self._task, completed=step, numbers=f"validation {share:.0%}")
+
     def __enter__(self) -> ProgressDisplay:
         self._progress.start()
         return self
@@ -84,14 +94,18 @@ class _Lines(ProgressDisplay):
         self._last = self.started
 
     def step(self, step: int, loss: float, tokens_per_second: float) -> None:
-        now = time.monotonic()
-        if now - self._last < SECONDS_BETWEEN_LINES and step != self.total:
+        if not self._is_due() and step != self.total:
             return
-        self._last = now
-        left = (now - self.started) / (step - self.first) * (self.total - step)
-        print(
-            f"{self.title}  step {step}/{self.total}  loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s"
-            f"{self.validation}  {left:.0f} s left",
-            file=sys.stderr,
-            flush=True,
-        )
+        left = (time.monotonic() - self.started) / (step - self.first) * (self.total - step)
+        self._print(step, f"loss {loss:.3f}  {tokens_per_second:,.0f} tokens/s{self.validation}  {left:.0f} s left")
+
+    def validating(self, step: int, share: float) -> None:
+        if self._is_due():
+            self._print(step, f"validation {share:.0%}")
+
+    def _is_due(self) -> bool:
+        return time.monotonic() - self._last >= SECONDS_BETWEEN_LINES
+
+    def _print(self, step: int, numbers: str) -> None:
+        self._last = time.monotonic()
+        print(f"{self.title}  step {step}/{self.total}  {numbers}", file=sys.stderr, flush=True)

@@ -160,7 +160,8 @@ class Trainer:
         passes = [(functools.partial(self._repeat_forward, i), part.share > 0) for i, part in enumerate(batch)]
         self.model.eval()
         try:
-            return measure_usage(self.model, passes, self.world)
+            with self.parallelism.eager():
+                return measure_usage(self.model, passes, self.world)
         finally:
             self.model.train()
 
@@ -256,7 +257,7 @@ class Trainer:
         what = f"the {name} is {value} at step {self.step + 1}; the weights were left as they are"
         if self.n_nonfinite < self.training.skip_nonfinite:
             self.n_nonfinite += 1
-            logger.warning("%s (%d of %d such steps)", what, self.n_nonfinite, self.training.skip_nonfinite)
+            self._warn("%s (%d of %d such steps)", what, self.n_nonfinite, self.training.skip_nonfinite)
             return
         raise TrainingError(
             f"{what}. {self._find_nonfinite(random)}. Resume from the last checkpoint, or start again with a lower "
@@ -271,7 +272,9 @@ class Trainer:
         try:
             for index in range(len(self._parts)):
                 forward = functools.partial(self._repeat_forward, index)
-                if module := first_nonfinite_module(self.model, forward, self.world):
+                with self.parallelism.eager():
+                    module = first_nonfinite_module(self.model, forward, self.world)
+                if module:
                     return f"The first module whose output is not finite is {module}"
         finally:
             self._set_random_state(after)
@@ -283,12 +286,17 @@ class Trainer:
         """Give this rank the lanes of its rows; a batch of another size starts without memory."""
         layers = [memory[f"layers.{i}"] for i in range(len(memory))]
         if layers and len(layers[0]) != self.batches.batch_size:
-            logger.warning("the checkpoint's memory is of %d lanes: starting without it", len(layers[0]))
+            self._warn("the checkpoint's memory is of %d lanes: starting without it", len(layers[0]))
             layers = []
         mine = [states[self._rows.start : self._rows.stop] for states in layers]
         self.memory = [
             tuple(states[part].to(self.device) for states in mine) if part and mine else None for part in self._parts
         ]
+
+    def _warn(self, message: str, *values: object) -> None:
+        """What holds for all ranks is said once."""
+        if self.world.is_first:
+            logger.warning(message, *values)
 
     def _random_state(self) -> list[Tensor]:
         states = [torch.get_rng_state()]
