@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from switchhead import SwitchHeadAttention
-from switchhead.bench import LAYERS, bench_layer
+from switchhead.bench import LAYERS, bench_layer, bench_passes
 from switchhead.bench.routings import NAMES, steer, trained_scores, wanted_scores
 
 
@@ -13,7 +13,7 @@ def layer():
 @pytest.mark.parametrize("name", ["uniform", "skewed"])
 def test_steered_inputs_give_the_wanted_scores(name):
     module = layer()
-    scores = wanted_scores(name, module, 500, torch.device("cpu"))
+    scores = wanted_scores(name, 500, torch.device("cpu"), n_heads=2, n_experts=4, k=2)
     x = steer(module, torch.randn(500, 48), scores)
     for side, router in enumerate((module.destination_router, module.source_router)):
         found = torch.einsum("nd,hed->nhe", x, router.weight)
@@ -21,7 +21,7 @@ def test_steered_inputs_give_the_wanted_scores(name):
 
 
 def test_a_skewed_router_sends_four_of_five_tokens_to_one_expert():
-    scores = wanted_scores("skewed", layer(), 2000, torch.device("cpu"))
+    scores = wanted_scores("skewed", 2000, torch.device("cpu"), n_heads=2, n_experts=4, k=2)
     share = (scores.topk(2, -1).indices == 0).any(-1).float().mean().item()
     assert share == pytest.approx(0.8, abs=0.02)
 
@@ -44,4 +44,6 @@ def test_bench_without_a_gpu_says_so():
     if not torch.cuda.is_available():
         with pytest.raises(RuntimeError, match="measures a CUDA device"):
             next(iter(bench_layer()))
+        with pytest.raises(RuntimeError, match="bench passes measures a CUDA device"):
+            next(iter(bench_passes()))
     assert set(NAMES) == {"uniform", "skewed", "trained"}

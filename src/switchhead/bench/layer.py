@@ -10,7 +10,7 @@ from torch import nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from switchhead.bench.routings import NAMES, steer, wanted_scores
-from switchhead.bench.timing import Cost, measure
+from switchhead.bench.timing import Cost, cuda_device, measure
 from switchhead.nn import MultiHeadAttention, SwitchHeadAttention
 
 
@@ -91,9 +91,7 @@ def bench_layer(
 
     Needs a CUDA device. Rotary positions by default. All layers pad their widths to multiples of 8.
     """
-    if not torch.cuda.is_available():
-        raise RuntimeError("bench layer measures a CUDA device, and there is none here")
-    device = torch.device("cuda")
+    device = cuda_device("layer")
     torch._dynamo.config.recompile_limit = 64
     for name in layers:
         config = LAYERS[name]
@@ -119,7 +117,9 @@ def bench_layer(
             costs = {}
             for routing in routings:
                 if routing not in scores:
-                    scores[routing] = wanted_scores(routing, ours, tokens, device)
+                    scores[routing] = wanted_scores(
+                        routing, tokens, device, n_heads=config.n_heads, n_experts=config.n_experts, k=config.k
+                    )
                 steered = steer(ours, x.detach().flatten(0, 1), scores[routing]).view_as(x)
                 costs[routing] = measure(ours, steered.requires_grad_(), repeats=repeats)
             yield LayerRow(

@@ -29,18 +29,17 @@ def steer(layer: SwitchHeadAttention, x: Tensor, scores: Tensor) -> Tensor:
         return x + (scores.flatten(1) - x @ basis.mT) @ basis
 
 
-def wanted_scores(name: str, layer: SwitchHeadAttention, tokens: int, device: torch.device) -> Tensor:
+def wanted_scores(name: str, tokens: int, device: torch.device, *, n_heads: int, n_experts: int, k: int) -> Tensor:
     """Router scores `[N, 2, H, E]` of a kind of routing."""
-    heads, experts = layer.n_heads, layer.n_experts
-    scores = torch.randn(tokens, 2, heads, experts, device=device)
+    scores = torch.randn(tokens, 2, n_heads, n_experts, device=device)
     if name == "uniform":
         return scores
     if name == "skewed":
-        first = torch.rand(tokens, 2, heads, device=device) < _SHARE
+        first = torch.rand(tokens, 2, n_heads, device=device) < _SHARE
         scores[..., 0] = torch.where(first, scores.amax(-1) + 1.0, scores.amin(-1) - 1.0)
         return scores
     if name == "trained":
-        return trained_scores(heads, experts, layer.k, tokens, device)
+        return trained_scores(n_heads, n_experts, k, tokens, device)
     raise ValueError(f"routing {name!r} is unknown; use one of {', '.join(NAMES)}")
 
 

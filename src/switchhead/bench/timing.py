@@ -19,6 +19,13 @@ class Cost(NamedTuple):
     peak_mib: float
 
 
+def cuda_device(what: str) -> torch.device:
+    """The GPU that `switchhead bench` measures; RuntimeError where there is none."""
+    if not torch.cuda.is_available():
+        raise RuntimeError(f"bench {what} measures a CUDA device, and there is none here")
+    return torch.device("cuda")
+
+
 def measure(layer: nn.Module, x: Tensor, *, repeats: int = 30) -> Cost:
     """Cost of `layer(x)` and its backward under bfloat16 autocast."""
     cotangent = torch.randn_like(x, dtype=torch.bfloat16)
@@ -37,10 +44,10 @@ def measure(layer: nn.Module, x: Tensor, *, repeats: int = 30) -> Cost:
         clear()
     saved, peak = _memory(layer, x, cotangent)
     clear()
-    return Cost(_median_ms(step, clear, repeats), _graph_ms(step, clear, repeats), saved, peak)
+    return Cost(_median_ms(step, clear, repeats), graph_ms(step, clear=clear, repeats=repeats), saved, peak)
 
 
-def _median_ms(step: Callable[[], None], clear: Callable[[], None], repeats: int) -> float:
+def _median_ms(step: Callable[[], object], clear: Callable[[], object], repeats: int) -> float:
     times = []
     for _ in range(repeats):
         clear()
@@ -53,8 +60,17 @@ def _median_ms(step: Callable[[], None], clear: Callable[[], None], repeats: int
     return statistics.median(start.elapsed_time(end) for start, end in times)
 
 
-def _graph_ms(step: Callable[[], None], clear: Callable[[], None], repeats: int) -> float:
-    """The same work without its launches: captured once, replayed."""
+def graph_ms(
+    step: Callable[[], object],
+    *,
+    clear: Callable[[], object] = lambda: None,
+    between: Callable[[], object] = lambda: None,
+    repeats: int = 30,
+) -> float:
+    """Median milliseconds of a step without its launches: captured once, replayed.
+
+    `clear` runs, untimed, before a step that is launched; `between` before a replay.
+    """
     side = torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
@@ -67,7 +83,7 @@ def _graph_ms(step: Callable[[], None], clear: Callable[[], None], repeats: int)
     with torch.cuda.graph(graph):
         step()
     clear()
-    return _median_ms(graph.replay, lambda: None, repeats)
+    return _median_ms(graph.replay, between, repeats)
 
 
 def _memory(layer: nn.Module, x: Tensor, cotangent: Tensor) -> tuple[float, float]:

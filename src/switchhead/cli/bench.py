@@ -24,11 +24,13 @@ class Layer:
     """uniform, skewed, trained; all by default."""
     positions: Literal["rotary", "none", "relative"] = "rotary"
     """Of all layers."""
+    passes: bool = True
+    """Also time each pass of the expert projections beside cuBLAS."""
     as_json: Json = False
 
     def run(self) -> None:
         """Measure and print."""
-        from switchhead.bench import LAYERS, NAMES, as_table, bench_layer
+        from switchhead.bench import LAYERS, NAMES, as_table, bench_layer, bench_passes, passes_as_table
 
         for given, known in ((self.layers, LAYERS), (self.routings, NAMES)):
             if unknown := set(given) - set(known):
@@ -43,10 +45,18 @@ class Layer:
         for row in measured:
             rows.append(row)
             print(as_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
+        passes = []
+        if self.passes:
+            passes = list(bench_passes(self.layers or LAYERS, routings=self.routings or NAMES))
         if self.as_json:
-            print_json([dataclasses.asdict(row) for row in rows])
+            print_json(
+                {
+                    kind: [dataclasses.asdict(row) for row in found]
+                    for kind, found in (("layers", rows), ("passes", passes))
+                }
+            )
         else:
-            print(as_table(rows))
+            print(as_table(rows), *([passes_as_table(passes)] if passes else []), sep="\n\n")
 
 
 @dataclass(frozen=True, kw_only=True)

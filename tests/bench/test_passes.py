@@ -1,0 +1,29 @@
+import torch
+
+from switchhead.bench import PassRow, passes_as_table
+from switchhead.bench.layer import LayerConfig
+from switchhead.bench.passes import expert_passes
+from tests.ops.triton.conftest import device  # noqa: F401  (and the interpreter's corrections)
+
+
+def test_every_pass_runs_and_computes_what_its_name_says(device):  # noqa: F811
+    config = LayerConfig(
+        d_model=16, dense_heads=2, dense_d_head=8, n_heads=2, d_head=8, n_experts=4, k=2, lengths=(20,)
+    )
+    scores = torch.randn(20, 2, 2, 4, device=device)
+    shapes = {name: [tuple(t.shape) for t in function() or ()] for name, function in expert_passes(config, scores)}
+    assert shapes == {
+        "V forward": [(20, 2, 8), (20, 2, 2, 8)],
+        "V input and gates": [(20, 16), (0,), (20, 2, 2)],
+        "V weights": [(0,), (2, 4, 16, 8), (0,)],
+        "O forward": [(20, 16), (0,)],
+        "O input and gates": [(20, 2, 8), (0,), (20, 2, 2)],
+        "O weights": [(0,), (2, 4, 8, 16), (0,)],
+        "router and sort, two sides": [],
+        "router backward": [(20, 16), (4, 4, 16)],
+    }
+
+
+def test_the_table_gives_each_pass_as_a_share_of_cublas():
+    row = PassRow(layer="262m", routing="uniform", name="V forward", ms=0.125, cublas_ms=0.1)
+    assert passes_as_table([row]).splitlines()[-1] == "| 262m | uniform | V forward | 0.125 | 0.100 | 80% |"
