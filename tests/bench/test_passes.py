@@ -1,9 +1,15 @@
+import json
+
 import torch
 
-from switchhead.bench import PassRow, passes_as_table
+from switchhead import bench, cli
+from switchhead.bench import LayerRow, PassRow, passes_as_table
 from switchhead.bench.layer import LayerConfig
 from switchhead.bench.passes import expert_passes
+from switchhead.bench.timing import Cost
 from tests.ops.triton.conftest import device  # noqa: F401  (and the interpreter's corrections)
+
+ROW = PassRow(layer="262m", routing="uniform", name="V forward", ms=0.125, cublas_ms=0.1)
 
 
 def test_every_pass_runs_and_computes_what_its_name_says(device):  # noqa: F811
@@ -25,5 +31,23 @@ def test_every_pass_runs_and_computes_what_its_name_says(device):  # noqa: F811
 
 
 def test_the_table_gives_each_pass_as_a_share_of_cublas():
-    row = PassRow(layer="262m", routing="uniform", name="V forward", ms=0.125, cublas_ms=0.1)
-    assert passes_as_table([row]).splitlines()[-1] == "| 262m | uniform | V forward | 0.125 | 0.100 | 80% |"
+    assert passes_as_table([ROW]).splitlines()[-1] == "| 262m | uniform | V forward | 0.125 | 0.100 | 80% |"
+
+
+def test_bench_layer_prints_the_passes_below_its_table(monkeypatch, capsys):
+    cost = Cost(2.0, 1.0, 8.0, 16.0)
+    row = LayerRow(
+        layer="262m", length=512, dense=cost, dense_backend="CUDNN_ATTENTION", gqa=cost, switchhead={"uniform": cost}
+    )
+    monkeypatch.setattr(bench, "bench_layer", lambda layers, **options: iter([row]))
+    monkeypatch.setattr(bench, "bench_passes", lambda layers, **options: iter([ROW]))
+    assert cli.main(["bench", "layer"]) == 0
+    shown = capsys.readouterr()
+    table, passes = shown.out.split("\n\n")
+    assert table == bench.as_table([row])
+    assert passes.strip() == passes_as_table([ROW])
+    assert "V forward" in shown.err  # as soon as it is measured
+    assert cli.main(["bench", "layer", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["passes"][0]["ms"] == 0.125
+    assert cli.main(["bench", "layer", "--no-passes"]) == 0
+    assert "V forward" not in capsys.readouterr().out

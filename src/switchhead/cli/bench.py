@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 import sys
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import Annotated, Literal, TypeVar
 
 import tyro
 
 from switchhead.cli.common import Device, Json, UsageError, arguments_of_the_user, find_recipe, print_json
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,28 +38,25 @@ class Layer:
         for given, known in ((self.layers, LAYERS), (self.routings, NAMES)):
             if unknown := set(given) - set(known):
                 raise UsageError(f"{', '.join(sorted(unknown))} unknown; use {', '.join(known)}")
-        rows = []
-        measured = bench_layer(
-            self.layers or LAYERS,
-            lengths=self.lengths or None,
-            routings=self.routings or NAMES,
-            positions=self.positions,
-        )
-        for row in measured:
-            rows.append(row)
-            print(as_table([row]).splitlines()[-1], file=sys.stderr, flush=True)
-        passes = []
-        if self.passes:
-            passes = list(bench_passes(self.layers or LAYERS, routings=self.routings or NAMES))
+        layers, routings = self.layers or tuple(LAYERS), self.routings or NAMES
+        measured = bench_layer(layers, lengths=self.lengths or None, routings=routings, positions=self.positions)
+        rows = _collect(measured, as_table)
+        passes = _collect(bench_passes(layers, routings=routings), passes_as_table) if self.passes else []
         if self.as_json:
-            print_json(
-                {
-                    kind: [dataclasses.asdict(row) for row in found]
-                    for kind, found in (("layers", rows), ("passes", passes))
-                }
-            )
+            print_json({"layers": list(map(dataclasses.asdict, rows)), "passes": list(map(dataclasses.asdict, passes))})
         else:
-            print(as_table(rows), *([passes_as_table(passes)] if passes else []), sep="\n\n")
+            print(as_table(rows))
+            if passes:
+                print(f"\n{passes_as_table(passes)}")
+
+
+def _collect(rows: Iterable[T], render: Callable[[list[T]], str]) -> list[T]:
+    """All rows; each is shown as soon as it is there."""
+    collected = []
+    for row in rows:
+        collected.append(row)
+        print(render([row]).splitlines()[-1], file=sys.stderr, flush=True)
+    return collected
 
 
 @dataclass(frozen=True, kw_only=True)
