@@ -6,7 +6,7 @@ Both recompute the scores. Nothing is added atomically, so results repeat bit fo
 import triton
 import triton.language as tl
 
-from switchhead.ops.triton_attention.forward import LENGTHS, visible
+from switchhead.ops.triton_attention.forward import LENGTHS, last_visible, visible
 from switchhead.ops.triton_attention.skew import (
     interleaved,
     load_rows,
@@ -78,7 +78,7 @@ def query_gradient_kernel(
         tl.store(delta_ptr + row, delta, mask=i < n_queries)
         lse = tl.load(lse_ptr + row, mask=i < n_queries, other=float("inf"))
 
-        last = n_keys - n_queries + i if CAUSAL else tl.zeros_like(i) + (n_keys - 1)
+        last = last_visible(i, n_queries, n_keys, CAUSAL)
         end = tl.minimum(n_keys, n_keys - n_queries + i0 + M) if CAUSAL else n_keys
         full = 0 if HAS_PAD else ((n_keys - n_queries + i0 + 1) if CAUSAL else n_keys) // M * M
         first_position = n_queries - M - i0
@@ -211,7 +211,7 @@ def key_gradient_kernel(
                 delta = tl.load(delta_ptr + statistics + i, mask=i < n_queries, other=0.0)
                 weights = tl.exp2(scores * scale - lse[:, None])
                 if MASKED:
-                    last = n_keys - n_queries + i if CAUSAL else tl.zeros_like(i) + (n_keys - 1)
+                    last = last_visible(i, n_queries, n_keys, CAUSAL)
                     weights = tl.where(visible(j0 + order, last, pad_ptr, n_keys, HAS_PAD), weights, 0.0)
                 grad_v = tl.dot(tl.trans(weights.to(q.dtype)), grad_out, grad_v, input_precision=PRECISION)
                 grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)

@@ -7,6 +7,14 @@ from switchhead.ops.triton_attention.skew import interleaved, load_rows, pack, s
 
 
 @triton.jit
+def last_visible(i, n_queries, n_keys, CAUSAL: tl.constexpr):
+    """The last key that query i may see; queries are aligned to the last keys."""
+    if CAUSAL:
+        return n_keys - n_queries + i
+    return tl.zeros_like(i) + (n_keys - 1)
+
+
+@triton.jit
 def visible(j, last, pad_ptr, n_keys, HAS_PAD: tl.constexpr):
     """Which of the keys j a query may see: those up to its `last` one that are not padding: [queries, keys]."""
     allowed = j[None, :] <= last[:, None]
@@ -65,7 +73,7 @@ def forward_kernel(
 
     # The last key that a query may see, and the row of r that meets the tile's last query and the first key.
     i = i0 + natural
-    last = n_keys - n_queries + i if CAUSAL else tl.zeros_like(i) + (n_keys - 1)
+    last = last_visible(i, n_queries, n_keys, CAUSAL)
     end = tl.minimum(n_keys, n_keys - n_queries + i0 + M) if CAUSAL else n_keys
     first_position = n_queries - M - i0
 
