@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
@@ -36,7 +37,8 @@ def project_inputs(
     """Rotated queries and keys, `route(x, routers, k)`, and `moe_linear(x, values, ...)` by the last routers.
 
     On a GPU with sigmoid gates and E / k up to 3 this is one operator: all have one gradient with respect to x, and
-    adding up several of its size costs as much as a projection.
+    adding up several of its size costs as much as a projection. The operator casts x once, for routers too: inside
+    autocast scores are float32 sums of products of the cast x, where `route` alone reads x as it is.
 
     Args:
         x: tokens.
@@ -60,13 +62,14 @@ def project_inputs(
     heads, _, _, d = values.shape
     width = aligned_width(d, x.device)
     dtype = compute_dtype(x, queries, keys, values)
+    widest = torch.promote_types(dtype, routers.dtype)
     if backend == "triton":
-        require_triton(x.device, dtype)
+        require_triton(x.device, widest)
     fused = backend == "triton" or (
         backend == "auto"
         and x.is_cuda
         and values.shape[1] <= _ONE_OPERATOR_RATIO * k
-        and triton_obstacle(x.device, dtype) is None
+        and triton_obstacle(x.device, widest) is None
     )
     if fused and gating == "sigmoid":
         from switchhead.ops.triton.inputs import project_inputs as run

@@ -142,6 +142,8 @@ def test_bad_arguments_are_named(device):
         project_inputs(x, queries, keys, routers[:3], values, 2)
     with pytest.raises(ValueError, match="k=4 experts cannot be chosen out of 3"):
         project_inputs(x, queries, keys, routers, values, 4)
+    with pytest.raises(ValueError, match="not float64"):
+        project_inputs(x, queries, keys, routers.double(), values, 2, backend="triton")
     for positions, half in ((4, 2), (3, 3)):
         table = rotary_table(torch.arange(positions, device=device), half, 10.0, torch.float32)
         with pytest.raises(ValueError, match=r"divisor of the 6 tokens and half at most 2"):
