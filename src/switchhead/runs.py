@@ -177,7 +177,10 @@ def choose_device(name: str) -> torch.device:
         device = torch.device(name)
         torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise RunError(f"device {name!r} cannot be used here: {str(error).splitlines()[0]}") from error
+        reason = str(error).splitlines()[0]
+        if reason.startswith("Expected one of"):  # and then all twenty that PyTorch knows
+            reason = "expected auto, cpu, cuda or cuda:N"
+        raise RunError(f"device {name!r} cannot be used here: {reason}") from error
     return device
 
 

@@ -333,7 +333,7 @@ class TestCorpus:
         assert BYTES.decode(load_tokens(f"{tmp_path}/out#test", BYTES)[:].tolist()) == "text for test"
         validation = load_tokens(f"{tmp_path}/out#validation", BYTES)
         assert np.array_equal(load_tokens(f"{tmp_path}/out", BYTES)[:], validation[:])
-        with pytest.raises(DataError, match=r"has no split 'tests' \(it has: test, train, validation\)"):
+        with pytest.raises(DataError, match=r"has no split 'tests' \(it has: test, train, validation\); eval takes"):
             load_tokens(f"{tmp_path}/out#tests", BYTES)
 
     def test_another_tokenizer_than_the_models_is_refused(self, jsonl, tmp_path):

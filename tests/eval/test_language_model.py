@@ -88,7 +88,15 @@ def test_what_is_no_model_is_named(tmp_path, name, message):
     assert name in str(error.value)
 
 
+def test_a_saved_model_without_its_tokenizer_says_what_to_add(tmp_path):
+    GPT2LMHeadModel(GPT2Config(vocab_size=4, n_positions=8, n_embd=8, n_layer=1, n_head=2)).save_pretrained(tmp_path)
+    with pytest.raises(RunError, match=r"holds a model without a tokenizer: save its own beside it"):
+        load_language_model(tmp_path)
+
+
 def test_a_name_on_the_hub_without_a_network_is_an_error_of_one_line():
-    with pytest.raises(RunError, match="cannot load model 'nobody/nothing'") as error:
+    with pytest.raises(
+        RunError, match="cannot load model 'nobody/nothing': no directory of that name is here, and on the hub: "
+    ) as error:
         load_language_model("nobody/nothing")
     assert "\n" not in str(error.value)

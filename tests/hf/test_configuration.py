@@ -12,6 +12,7 @@ from tests.hf.models import SIGMA_MOE, VARIANTS, small_config, variant_config
 @pytest.mark.parametrize(
     ("fields", "message"),
     [
+        ({"k": 3}, "unknown field 'k'; did you mean 'num_experts_per_tok'"),
         ({"num_expert": 3}, "unknown field 'num_expert'; did you mean 'num_experts'"),
         ({"attention": "flash"}, "attention='flash' must be one of 'switchhead', 'mha'"),
         ({"positions": "rope"}, "positions='rope' must be one of 'none', 'rotary', 'relative'"),

@@ -73,7 +73,8 @@ def train_sentencepiece(documents: Iterable[str], vocab_size: int) -> bytes:
             )
         except RuntimeError as error:
             raise DataError(
-                f"cannot train a tokenizer of {vocab_size} pieces on this text: {_reason(error)}"
+                f"cannot train a tokenizer of {vocab_size} pieces on this text: {_reason(error)} "
+                "(--vocab-size; --tokenizer bytes needs no training)"
             ) from error
     return model.getvalue()
 

@@ -60,7 +60,10 @@ class Prepared:
 
     def _shards(self, split: str) -> list[dict[str, Any]]:
         if split not in self.splits:
-            raise DataError(f"{self.path} has no split {split!r} (it has: {', '.join(self.splits)})")
+            raise DataError(
+                f"{self.path} has no split {split!r} (it has: {', '.join(self.splits)}); "
+                f"eval takes another as {self.path}#{next(iter(self.splits))}"
+            )
         return self.splits[split]["shards"]
 
 

@@ -56,7 +56,8 @@ def load_language_model(name: str | Path, device: str = "auto") -> LanguageModel
         device: see `switchhead.runs.choose_device`.
 
     Raises:
-        RunError: there is no such model, it cannot be loaded, or its vocabulary has more tokens than the model.
+        RunError: there is no such model, it cannot be loaded, its tokenizer is missing, or its vocabulary has more
+            tokens than the model.
     """
     path = Path(name)
     if path.parent.name == "checkpoints" or _is_run(path):
@@ -72,7 +73,8 @@ def load_language_model(name: str | Path, device: str = "auto") -> LanguageModel
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype=torch.float32, use_safetensors=True)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise RunError(f"cannot load model {str(name)!r}: {reason}") from error
+        where = "" if path.exists() else "no directory of that name is here, and on the hub: "
+        raise RunError(f"cannot load model {str(name)!r}: {where}{reason}") from error
     vocabulary = _find_vocabulary(path, str(name))
     if vocabulary.size > model.config.vocab_size:  # fewer are usual: embeddings are padded to round numbers
         raise RunError(
@@ -96,4 +98,11 @@ def _find_vocabulary(path: Path, name: str) -> Vocabulary:
     for directory in (path, path / "tokenizer"):
         if (directory / "vocabulary.json").exists():
             return load_vocabulary(directory)
+    patterns = ("tokenizer*.json", "vocab*", "*.model")
+    if path.is_dir() and not any(file for pattern in patterns for file in path.glob(pattern)):
+        # For some kinds of models, transformers would make up an empty tokenizer.
+        raise RunError(
+            f"{path} holds a model without a tokenizer: save its own beside it (`tokenizer.save_pretrained`), "
+            "or copy the run's tokenizer/ into it"
+        )
     return load_tokenizer(name)

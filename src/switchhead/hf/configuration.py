@@ -12,6 +12,16 @@ from transformers import GenerationConfig, PreTrainedConfig
 from switchhead.hf.kinds import KINDS
 
 # What transformers' own configuration accepts and stores without declaring it as a field.
+# Our layers' and the paper's names, which difflib does not lead to Hugging Face's.
+_OF_PAPER = {
+    "d_model": "hidden_size",
+    "n_heads": "num_attention_heads",
+    "d_head": "head_dim",
+    "n_experts": "num_experts",
+    "k": "num_experts_per_tok",
+    "d_ff": "intermediate_size",
+    "n_layers": "num_hidden_layers",
+}
 _INHERITED = frozenset(
     {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}
     | {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "output_attentions"}
@@ -169,7 +179,7 @@ class SwitchHeadConfig(PreTrainedConfig):
         for name in kwargs:
             if name in _INHERITED or name.startswith("_"):
                 continue
-            similar = difflib.get_close_matches(name, known, n=1)
+            similar = [_OF_PAPER[name]] if name in _OF_PAPER else difflib.get_close_matches(name, known, n=1)
             raise ValueError(f"unknown field {name!r}" + (f"; did you mean {similar[0]!r}?" if similar else ""))
 
     def _check_kinds(self) -> None:
