@@ -1,11 +1,13 @@
 import dataclasses
 import json
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+import switchhead
 from switchhead import cli
 from switchhead.cli.training import TrainingSettings
 from switchhead.errors import SwitchHeadError
@@ -41,6 +43,22 @@ def run(tmp_path_factory, text):
     path = tmp_path_factory.mktemp("runs") / "run"
     assert cli.main(["train", "tiny-switchhead", "--data", text, "--out", str(path), *TINY]) == 0
     return str(path)
+
+
+def test_the_version_is_printed(capsys):
+    assert cli.main(["--version"]) == 0
+    assert capsys.readouterr().out == f"switchhead {switchhead.__version__}\n"
+
+
+@pytest.mark.parametrize("command", [*([name] for name in cli.COMMANDS if name != "bench"), ["bench", "step"]])
+def test_help_names_what_is_done_by_default_and_begins_options_in_lower_case(capsys, command):
+    with pytest.raises(SystemExit):
+        cli.main([*command, "--help"])
+    printed = capsys.readouterr().out
+    assert "default: None" not in " ".join(re.sub(r"[│|]", " ", printed).split())
+    beginnings = re.findall(r"^\W --\S+.*?\s{2,}(\S+)", printed, flags=re.MULTILINE)
+    assert beginnings
+    assert [word for word in beginnings if word.istitle()] == []
 
 
 def test_recipes_are_listed_for_people_and_programs(capsys):

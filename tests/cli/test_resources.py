@@ -53,7 +53,7 @@ def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_p
     ("arguments", "message"),
     [
         ([], "name a recipe"),
-        (["tiny-dense", "--paper"], "name a recipe"),
+        (["tiny-dense", "--paper"], "leave out the recipe, or --paper"),
         (["tiny-dens"], "did you mean tiny-dense"),
         (["tiny-dense", "--lengths", "1k"], "--lengths '1k' is not a list of numbers like 256,1024"),
         (["tiny-dense", "--lengths", "0"], "chunk_length must be at least 1; got 0"),

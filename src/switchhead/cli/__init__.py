@@ -31,7 +31,8 @@ from switchhead.cli.training import train
 
 DESCRIPTION = """SwitchHead: mixture-of-experts attention for language models.
 
-Start with `switchhead demo`. An error is one line; add --debug (or set SWITCHHEAD_DEBUG=1) for its traceback."""
+Start with `switchhead demo`. An error is one line; add --debug (or set SWITCHHEAD_DEBUG=1) for its traceback.
+`switchhead --version` prints the version."""
 
 COMMANDS: dict[str, Callable[..., None]] = {
     "demo": demo,
@@ -54,6 +55,11 @@ def main(args: Sequence[str] | None = None) -> int:
     args = list(sys.argv[1:] if args is None else args)
     debug = "--debug" in args or os.environ.get("SWITCHHEAD_DEBUG", "0") not in ("", "0")
     args = [arg for arg in args if arg != "--debug"]
+    if args == ["--version"]:
+        from switchhead import __version__
+
+        print(f"switchhead {__version__}")
+        return 0
     try:
         tyro.extras.subcommand_cli_from_dict(
             COMMANDS,

@@ -10,7 +10,7 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from switchhead.cli.common import Device, Json, UsageError, arguments_of_the_user, find_recipe, print_json
+from switchhead.cli.common import Chosen, Device, Json, UsageError, arguments_of_the_user, find_recipe, print_json
 
 T = TypeVar("T")
 
@@ -20,15 +20,15 @@ class Layer:
     """Time a layer, forward and backward, against dense and grouped-query attention; needs a CUDA device."""
 
     layers: tuple[str, ...] = ()
-    """Of switchhead.bench.LAYERS; all by default."""
+    """of switchhead.bench.LAYERS; all by default."""
     lengths: tuple[int, ...] = ()
-    """Of sequences; otherwise the layer's own."""
+    """of sequences; otherwise the layer's own."""
     routings: tuple[str, ...] = ()
     """uniform, skewed, trained; all by default."""
     positions: Literal["rotary", "none", "relative"] = "rotary"
-    """Of all layers."""
+    """of all layers."""
     passes: bool = True
-    """Also time each pass of the expert projections beside cuBLAS."""
+    """also time each pass of the expert projections beside cuBLAS."""
     as_json: Json = False
 
     def run(self) -> None:
@@ -64,18 +64,18 @@ class Step:
     """Time whole training steps (forward, backward, clipping, optimizer) of a recipe and of its dense twin."""
 
     recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="see `switchhead recipes`")]
-    twin: str | None = None
-    """Recipe to compare with; otherwise the one named "dense" where this one is named "switchhead"."""
+    twin: Chosen[str | None] = None
+    """recipe to compare with; otherwise the one named "dense" where this one is named "switchhead"."""
     steps: int = 20
-    """That are timed."""
-    batch_size: int | None = None
-    """Sequences in a step; otherwise the recipe's."""
-    chunk_length: int | None = None
-    """Tokens of a sequence; otherwise the recipe's."""
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None
-    """Of the computation; otherwise the recipe's."""
-    compile: Literal["on", "off"] | None = None
-    """Whether through torch.compile; otherwise as the recipe says."""
+    """that are timed."""
+    batch_size: Chosen[int | None] = None
+    """sequences in a step; otherwise the recipe's."""
+    chunk_length: Chosen[int | None] = None
+    """tokens of a sequence; otherwise the recipe's."""
+    dtype: Chosen[Literal["float32", "bfloat16", "float16"] | None] = None
+    """of the computation; otherwise the recipe's."""
+    compile: Chosen[Literal["on", "off"] | None] = None
+    """whether through torch.compile; otherwise as the recipe says."""
     device: Device = "auto"
     as_json: Json = False
 

@@ -5,12 +5,15 @@ from __future__ import annotations
 import contextlib
 import json
 from collections.abc import Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
 
 if TYPE_CHECKING:
     from switchhead.recipes import Recipe
+
+Value = TypeVar("Value")
+Chosen = Annotated[Value, tyro.conf.arg(help_behavior_hint="")]  # the help says what is done without it
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of text")]
 Device = Annotated[str, tyro.conf.arg(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]

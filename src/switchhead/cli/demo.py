@@ -5,14 +5,14 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
-from switchhead.cli.common import Device, Json, arguments_of_the_user, print_json
+from switchhead.cli.common import Chosen, Device, Json, arguments_of_the_user, print_json
 
 
 def demo(
     *,
     out: Path = Path("demo-run"),
     seeds: int = 1,
-    steps: int | None = None,
+    steps: Chosen[int | None] = None,
     device: Device = "auto",
     as_json: Json = False,
 ) -> None:

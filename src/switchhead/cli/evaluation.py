@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import tyro
 
-from switchhead.cli.common import Device, Json, ModelName, UsageError, arguments_of_the_user, print_json, table
+from switchhead.cli.common import Chosen, Device, Json, ModelName, UsageError, arguments_of_the_user, print_json, table
 
 if TYPE_CHECKING:
     from switchhead.eval import LanguageModel, TaskResult
@@ -19,27 +19,30 @@ def evaluate(
     /,
     *,
     tasks: str = "perplexity",
-    data: str | None = None,
-    task_data: Path | None = None,
-    limit: int | None = None,
-    chunk_length: int | None = None,
-    stride: int | None = None,
-    batch_size: int | None = None,
+    data: Chosen[str | None] = None,
+    task_data: Chosen[Path | None] = None,
+    limit: Chosen[int | None] = None,
+    chunk_length: Chosen[int | None] = None,
+    stride: Chosen[int | None] = None,
+    batch_size: Chosen[int | None] = None,
     dtype: Literal["float32", "bfloat16"] = "float32",
     device: Device = "auto",
-    out: Path | None = None,
+    out: Chosen[Path | None] = None,
     as_json: Json = False,
 ) -> None:
     """Score a model: perplexity and bits per byte of a text, and zero-shot tasks.
 
     Args:
         tasks: separated by commas: perplexity, lambada, blimp, cbt.
-        data: the text for perplexity, text:FILE, jsonl:GLOB#field or a prepared directory.
+        data: the text for perplexity: text:FILE|GLOB, jsonl:GLOB#field, parquet:GLOB#column, or a prepared directory
+            (its validation split; DIR#test for another).
         task_data: directory with the other tasks' files; otherwise they come from the Hugging Face hub.
-        limit: the first examples only: passages of lambada, pairs of each blimp paradigm, questions of each cbt kind.
+        limit: the first examples only: passages of lambada, pairs of each blimp paradigm, questions of each cbt kind;
+            otherwise all.
         chunk_length: tokens read at once; otherwise as in training.
-        stride: tokens from one window of the text to the next, below the chunk length for windows that overlap.
-        batch_size: texts read side by side.
+        stride: tokens from one window of the text to the next, below the chunk length for windows that overlap;
+            otherwise none do.
+        batch_size: texts read side by side; otherwise what suits model and device (with memory, perplexity: 1).
         dtype: of the computation; bfloat16 is autocast over float32 weights.
         out: file for the results; otherwise a new one in the run directory's eval/, if the model is a run's.
     """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tyro
 
-from switchhead.cli.common import Device, Json, ModelName, arguments_of_the_user, print_json
+from switchhead.cli.common import Chosen, Device, Json, ModelName, arguments_of_the_user, print_json
 
 
 def generate(
@@ -14,7 +14,7 @@ def generate(
     prompt: str = "",
     max_new_tokens: int = 200,
     temperature: float = 1.0,
-    top_k: int | None = None,
+    top_k: Chosen[int | None] = None,
     seed: int = 0,
     device: Device = "auto",
     as_json: Json = False,
@@ -25,7 +25,7 @@ def generate(
         prompt: the text to continue.
         max_new_tokens: length of the continuation, at most.
         temperature: below 1 is safer, above 1 bolder, 0 always takes the likeliest token.
-        top_k: sample from the likeliest k tokens only.
+        top_k: sample from the likeliest k tokens only; otherwise from all.
         seed: of the sampling.
     """
     from switchhead.eval import generate, load_language_model

@@ -6,11 +6,11 @@ import os
 import sys
 import time
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, TypeVar
+from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from switchhead.cli.common import Json, arguments_of_the_user, print_json, table
+from switchhead.cli.common import Chosen, Json, arguments_of_the_user, print_json, table
 
 if TYPE_CHECKING:
     from switchhead.data.prepare import Progress
@@ -18,8 +18,6 @@ if TYPE_CHECKING:
 
 SECONDS_BETWEEN_LINES = 10.0
 SECONDS_BETWEEN_UPDATES = 0.2
-Value = TypeVar("Value")
-Chosen = Annotated[Value, tyro.conf.arg(help_behavior_hint="")]  # the help says what is done without it
 
 SOURCE_HELP = (
     "c4, pes2o, wikitext103, enwik8, hf:NAME/CONFIG#column, text:FILE|GLOB, jsonl:GLOB#field (.gz, .xz, .zst) "

@@ -14,7 +14,10 @@ if TYPE_CHECKING:
 
 
 def recipes(
-    name: Annotated[tyro.conf.Positional[str] | None, tyro.conf.arg(metavar="[RECIPE]", help="show this one")] = None,
+    name: Annotated[
+        tyro.conf.Positional[str] | None,
+        tyro.conf.arg(metavar="[RECIPE]", help="show this one; otherwise all are listed", help_behavior_hint=""),
+    ] = None,
     /,
     *,
     as_json: Json = False,

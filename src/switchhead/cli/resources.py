@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
-from switchhead.cli.common import Json, UsageError, arguments_of_the_user, find_recipe, print_json, table
+from switchhead.cli.common import Chosen, Json, UsageError, arguments_of_the_user, find_recipe, print_json, table
 
 if TYPE_CHECKING:
     from switchhead.accounting import LengthCost
@@ -18,15 +18,16 @@ if TYPE_CHECKING:
 
 def resources(
     recipe: Annotated[
-        tyro.conf.Positional[str] | None, tyro.conf.arg(metavar="[RECIPE]", help="count this one")
+        tyro.conf.Positional[str] | None,
+        tyro.conf.arg(metavar="[RECIPE]", help="count this one", help_behavior_hint=""),
     ] = None,
     /,
     *,
     paper: bool = False,
-    lengths: Annotated[str | None, tyro.conf.arg(metavar="N,N,...")] = None,
+    lengths: Annotated[str | None, tyro.conf.arg(metavar="N,N,...", help_behavior_hint="")] = None,
     batch_size: int = 1,
-    dtype: Literal["float32", "bfloat16", "float16"] | None = None,
-    plot: Path | None = None,
+    dtype: Chosen[Literal["float32", "bfloat16", "float16"] | None] = None,
+    plot: Chosen[Path | None] = None,
     as_json: Json = False,
 ) -> None:
     """Count parameters, operations and memory of a recipe, or hold all of the paper's against its figures.
@@ -36,12 +37,14 @@ def resources(
         lengths: tokens of a sequence; otherwise the recipe's own.
         batch_size: sequences in a training step.
         dtype: of the computation; otherwise the recipe's own.
-        plot: draw how cost grows with the length, beside the dense twin, into this image file.
+        plot: draw how cost grows with the length, beside the dense twin, into this image file; otherwise no plot.
     """
     from switchhead.accounting import cost_by_length, plot_growth
     from switchhead.recipes import dense_twin
 
-    if (recipe is None) != paper:
+    if recipe is not None and paper:
+        raise UsageError("--paper counts all of the paper's recipes: leave out the recipe, or --paper")
+    if recipe is None and not paper:
         raise UsageError("name a recipe (`switchhead recipes` lists them), or give --paper")
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no directory {plot.parent}")

@@ -8,7 +8,16 @@ from typing import TYPE_CHECKING, Annotated
 
 import tyro
 
-from switchhead.cli.common import Device, Json, UsageError, arguments_of_the_user, find_recipe, print_json, table
+from switchhead.cli.common import (
+    Chosen,
+    Device,
+    Json,
+    UsageError,
+    arguments_of_the_user,
+    find_recipe,
+    print_json,
+    table,
+)
 from switchhead.cli.training import TrainingSettings
 
 if TYPE_CHECKING:
@@ -24,7 +33,7 @@ def search(
     *,
     data: str,
     out: Path,
-    valid: str | None = None,
+    valid: Chosen[str | None] = None,
     tolerance: float = 0.005,
     grain: int = 4,
     resume: bool = False,
@@ -40,7 +49,7 @@ def search(
     Args:
         data: training text, as for `switchhead train`.
         out: where everything goes.
-        valid: validation text; otherwise the tail of the training text.
+        valid: validation text; otherwise the prepared directory's own, or the tail of the training text.
         tolerance: as good is a perplexity of at most 1 + tolerance times the dense model's.
         grain: head widths are multiples of it.
         resume: go on with what the directory holds.
@@ -65,7 +74,7 @@ def ablate(
     *,
     data: str,
     out: Path,
-    valid: str | None = None,
+    valid: Chosen[str | None] = None,
     grain: int = 4,
     resume: bool = False,
     device: Device = "auto",
@@ -79,7 +88,7 @@ def ablate(
     Args:
         data: training text, as for `switchhead train`.
         out: where everything goes.
-        valid: validation text; otherwise the tail of the training text.
+        valid: validation text; otherwise the prepared directory's own, or the tail of the training text.
         grain: head widths are multiples of it.
         resume: go on with what the directory holds.
     """

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 
-from switchhead.cli.common import Device, Json, arguments_of_the_user, find_recipe, print_json
+from switchhead.cli.common import Chosen, Device, Json, arguments_of_the_user, find_recipe, print_json
 from switchhead.cli.evaluation import score_lines, scores
 
 if TYPE_CHECKING:
@@ -24,41 +24,41 @@ class TrainingSettings:
     """What the command line can change of a recipe's `TrainingConfig`; None: as the recipe has it."""
 
     steps: OfRecipe[int | None] = None
-    """Optimizer steps."""
+    """optimizer steps."""
     batch_size: OfRecipe[int | None] = None
-    """Sequences in a step, over all ranks."""
+    """sequences in a step, over all ranks."""
     micro_batch_size: OfRecipe[int | None] = None
-    """Sequences that a rank runs at once; the gradients of a step are summed over them."""
+    """sequences that a rank runs at once; the gradients of a step are summed over them."""
     chunk_length: OfRecipe[int | None] = None
-    """Tokens of a sequence."""
+    """tokens of a sequence."""
     learning_rate: OfRecipe[float | None] = None
-    """The highest, after the warm-up."""
+    """the highest, after the warm-up."""
     warmup_steps: OfRecipe[int | None] = None
-    """Steps until it is reached."""
+    """steps until it is reached."""
     weight_decay: OfRecipe[float | None] = None
-    """Decoupled, on matrices only."""
+    """decoupled, on matrices only."""
     grad_clip: OfRecipe[float | Literal["off"] | None] = None
-    """Largest norm of the gradient."""
+    """largest norm of the gradient."""
     seed: OfRecipe[int | None] = None
-    """Of initial weights, dropout and the order of the text."""
+    """of initial weights, dropout and the order of the text."""
     dtype: OfRecipe[Literal["float32", "bfloat16", "float16"] | None] = None
-    """Of the computation; bfloat16 and float16 are autocast over float32 weights, float16 with loss scaling."""
+    """of the computation; bfloat16 and float16 are autocast over float32 weights, float16 with loss scaling."""
     compile: OfRecipe[Literal["on", "off"] | None] = None
-    """Run the model through torch.compile."""
+    """run the model through torch.compile."""
     loss_chunk_length: OfRecipe[int | None] = None
-    """Positions whose scores over the vocabulary exist at once."""
+    """positions whose scores over the vocabulary exist at once."""
     mask_documents: OfRecipe[Literal["on", "off"] | None] = None
-    """Keep documents in one window from seeing each other."""
+    """keep documents in one window from seeing each other."""
     skip_nonfinite: OfRecipe[int | None] = None
-    """Pass over so many steps whose loss or gradient is not finite."""
+    """pass over so many steps whose loss or gradient is not finite."""
     eval_every: OfRecipe[int | None] = None
-    """Steps between validations."""
+    """steps between validations."""
     validation_tokens: OfRecipe[int | None] = None
-    """Tokens of the validation text that are scored."""
+    """tokens of the validation text that are scored."""
     save_every: OfRecipe[int | None] = None
-    """Steps between checkpoints."""
+    """steps between checkpoints."""
     usage_every: OfRecipe[int | None] = None
-    """Steps between measurements of how experts are used."""
+    """steps between measurements of how experts are used."""
 
     def apply(self, training: TrainingConfig) -> TrainingConfig:
         """The configuration with these settings.
@@ -81,13 +81,13 @@ def train(
     /,
     *,
     data: str,
-    valid: str | None = None,
-    out: Path | None = None,
+    valid: Chosen[str | None] = None,
+    out: Chosen[Path | None] = None,
     resume: bool = False,
     allow_changes: bool = False,
     device: Device = "auto",
     parallel: Literal["ddp", "fsdp"] = "ddp",
-    tracker: Literal["wandb", "trackio"] | None = None,
+    tracker: Chosen[Literal["wandb", "trackio"] | None] = None,
     settings: Annotated[TrainingSettings, tyro.conf.arg(name="")] = TrainingSettings(),
     as_json: Json = False,
 ) -> None:
@@ -96,13 +96,14 @@ def train(
     On several devices: torchrun --nproc-per-node N -m switchhead train ...
 
     Args:
-        data: training text: a directory made by `switchhead prepare`, text:FILE or jsonl:GLOB#field.
-        valid: validation text; otherwise the tail of the training text.
+        data: training text: a directory made by `switchhead prepare`, text:FILE|GLOB, jsonl:GLOB#field or
+            parquet:GLOB#column.
+        valid: validation text; otherwise the prepared directory's own, or the tail of the training text.
         out: the run directory; otherwise runs/RECIPE.
         resume: go on from the newest checkpoint of the run directory.
         allow_changes: resume although recipe, settings or text are not the run's.
         parallel: how the processes of torchrun share the model: ddp keeps it whole in each, fsdp shards it.
-        tracker: a service that shows the run, besides metrics.jsonl and TensorBoard.
+        tracker: a service that shows the run, besides metrics.jsonl and TensorBoard; otherwise none.
     """
     from switchhead.train import train
 

@@ -72,7 +72,10 @@ def evaluate_tasks(language_model: LanguageModel, tasks: Sequence[str], settings
     if unknown := [task for task in tasks if task not in TASKS]:
         raise ValueError(f"task {unknown[0]!r} is unknown; there are {', '.join(TASKS)}")
     if "perplexity" in tasks and settings.data is None:
-        raise ValueError("perplexity needs a text: --data text:FILE, jsonl:GLOB#field, or a prepared directory")
+        raise ValueError(
+            "perplexity needs a text: --data text:FILE|GLOB, jsonl:GLOB#field, parquet:GLOB#column, "
+            "or a prepared directory"
+        )
     read = {name for task in tasks for name in _READ.get(task, ("task_data", "limit"))}
     for name in ("data", "stride", "task_data", "limit"):
         if getattr(settings, name) is not None and name not in read:
