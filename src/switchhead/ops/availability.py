@@ -6,6 +6,7 @@ import importlib.util
 import os
 import warnings
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -38,6 +39,11 @@ def require_triton(device: torch.device, dtype: torch.dtype) -> None:
     """ValueError with the reason where an explicit `backend="triton"` cannot run."""
     if (obstacle := triton_obstacle(device, dtype)) is not None:
         raise ValueError(f"backend='triton' cannot run here: {obstacle}. Use backend='auto' or a torch backend")
+
+
+def on_device(device: torch.device) -> AbstractContextManager[object]:
+    """Make a GPU the current one: Triton launches there, wherever its arguments are."""
+    return torch.cuda.device(device) if device.type == "cuda" else nullcontext()
 
 
 @_constant_under_compile

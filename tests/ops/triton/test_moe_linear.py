@@ -1,9 +1,12 @@
+from contextlib import nullcontext
+
 import pytest
 import torch
 import torch._dynamo.testing
 
 from switchhead.ops import reference
 from switchhead.ops.triton import moe_linear as module
+from switchhead.ops.triton import operator
 from switchhead.ops.triton.moe_linear import moe_linear
 from switchhead.routing import Routing
 from tests.helpers import check_operator, gradients, of_other_strides, relative_error
@@ -154,6 +157,22 @@ def test_float64_is_refused(device):
     x, weight, routing = operands(3, 1, 3, 2, 16, 16, device=device)
     with pytest.raises(ValueError, match="float64"):
         moe_linear(x.double(), weight, routing, reduce="k")
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [3, 40])
+def test_operands_need_not_be_on_the_current_gpu(tokens):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two GPUs")
+    assert_agrees(*operands(tokens, 2, 3, 2, 16, 24, device="cuda:1"), "k")
+
+
+def test_operators_run_on_the_device_of_their_operands(monkeypatch, device):
+    devices = []
+    monkeypatch.setattr(operator, "on_device", lambda device: devices.append(device.type) or nullcontext())
+    x, weight, routing = operands(3, 2, 3, 2, 16, 24, device=device)
+    gradients(moe_linear(x, weight, routing, reduce="k"), x)
+    assert devices == [device] * 2  # forward and backward
 
 
 @pytest.mark.parametrize("tokens", [0, 3])

@@ -5,14 +5,16 @@ from __future__ import annotations
 import hashlib
 import os
 from collections.abc import Callable
+from functools import wraps
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch._inductor.config
+from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from switchhead.ops.availability import STATIC_LAUNCH
+from switchhead.ops.availability import STATIC_LAUNCH, on_device
 
 if os.environ.get(STATIC_LAUNCH) == "1":  # in case the configuration was read before this package set the variable
     torch._inductor.config.static_launch_user_defined_triton_kernels = True
@@ -30,7 +32,9 @@ _DIGEST = _source_digest()
 
 
 def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
-    """Register a function of tensors that launches `visible` kernels and changes none of its arguments.
+    """Register a function of tensors, the first on the device of all, that launches `visible` kernels.
+
+    It changes none of its arguments.
 
     `torch.compile` inlines its body: a launch by compiled code costs a few microseconds, one by Triton's own launcher
     tens. What the body does without its launches tells the compiler shapes, dtypes and strides. Interpreted kernels
@@ -40,10 +44,15 @@ def operator(name: str) -> Callable[[Callable[..., Any]], Any]:
     name = f"{name}_{_DIGEST}"
 
     def register(function: Callable[..., Any]) -> Any:
+        @wraps(function)
+        def there(first: Tensor, *rest: Any) -> Any:
+            with on_device(first.device):
+                return function(first, *rest)
+
         if not _INTERPRETED:
-            return torch.library.triton_op(name, function, mutates_args=())
-        opaque = torch.library.custom_op(name, function, mutates_args=())
-        opaque.register_fake(function)
+            return torch.library.triton_op(name, there, mutates_args=())
+        opaque = torch.library.custom_op(name, there, mutates_args=())
+        opaque.register_fake(there)
         return opaque
 
     return register

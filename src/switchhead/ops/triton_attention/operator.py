@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 from typing import NamedTuple
 
@@ -10,6 +9,7 @@ import torch
 import triton
 from torch import Tensor
 
+from switchhead.ops.availability import on_device
 from switchhead.ops.triton_attention.backward import key_gradient_kernel, query_gradient_kernel
 from switchhead.ops.triton_attention.forward import forward_kernel
 
@@ -73,7 +73,7 @@ def relative_attention(
     launch = launch_for(width, q.dtype)
     if out.numel() == 0:
         return out, lse
-    with _on(q.device):
+    with on_device(q.device):
         forward_kernel[(triton.cdiv(queries, launch.tile), batch * heads)](
             q, u, k, v, r, _bytes(padding, q), out, lse,
             scale * _LOG2_E,
@@ -124,7 +124,7 @@ def relative_attention_backward(
     pad = _bytes(padding, q)
     sizes = (heads, queries, k.shape[2], r.shape[1])
     inputs = (*_strides(q, u, k, v), *r.stride()[:2])
-    with _on(q.device):
+    with on_device(q.device):
         query_gradient_kernel[(splits * heads,)](
             q, u, k, v, r, pad, out, grad_out, lse, delta, grad_q, grad_u, grad_r,
             scale * _LOG2_E, scale,
@@ -195,7 +195,3 @@ def _meta(q: Tensor, u: Tensor, k: Tensor, padding: Tensor | None, causal: bool,
 
 def _multiprocessors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 1
-
-
-def _on(device: torch.device) -> contextlib.AbstractContextManager[object]:
-    return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()
