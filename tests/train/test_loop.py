@@ -184,6 +184,11 @@ def test_a_number_that_is_not_finite_stops_before_the_weights_are_touched(settin
     for before, parameter in zip(found["weights"], found["model"].parameters(), strict=True):
         assert torch.equal(before, parameter)
     assert load_run(settings["out"], device="cpu").step == 2
+    spoil(broken, {2})  # step 4 once more
+    with pytest.raises(
+        TrainingError, match=r"the run would come here again: go on .* with --allow-changes and a lower"
+    ):
+        train(**settings, resume=True)
 
 
 def test_the_first_module_that_is_not_finite_is_named(settings, monkeypatch):

@@ -260,8 +260,9 @@ class Trainer:
             self._warn("%s (%d of %d such steps)", what, self.n_nonfinite, self.training.skip_nonfinite)
             return
         raise TrainingError(
-            f"{what}. {self._find_nonfinite(random)}. Resume from the last checkpoint, or start again with a lower "
-            f"learning_rate (now {self.training.learning_rate:g}), a longer warm-up or stronger clipping"
+            f"{what}. {self._find_nonfinite(random)}. Resumed as it is, the run would come here again: go on from the "
+            f"last checkpoint with --allow-changes and a lower learning_rate (now {self.training.learning_rate:g}), "
+            "stronger clipping or skip_nonfinite, or start again"
         )
 
     def _find_nonfinite(self, random: Sequence[Tensor]) -> str:
