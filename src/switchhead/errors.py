@@ -19,3 +19,7 @@ class CheckpointError(RunError):
 
 class TrainingError(SwitchHeadError):
     """Training that cannot go on."""
+
+
+class DeviceError(SwitchHeadError):
+    """A device that is needed and not here."""

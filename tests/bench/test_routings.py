@@ -4,6 +4,7 @@ import torch
 from switchhead import SwitchHeadAttention
 from switchhead.bench import LAYERS, bench_layer, bench_passes
 from switchhead.bench.routings import NAMES, steer, trained_scores, wanted_scores
+from switchhead.errors import DeviceError
 
 
 def layer():
@@ -42,8 +43,8 @@ def test_twins_have_the_parameters_they_claim():
 
 def test_bench_without_a_gpu_says_so():
     if not torch.cuda.is_available():
-        with pytest.raises(RuntimeError, match="measures a CUDA device"):
+        with pytest.raises(DeviceError, match="measures a CUDA device"):
             next(iter(bench_layer()))
-        with pytest.raises(RuntimeError, match="bench passes measures a CUDA device"):
+        with pytest.raises(DeviceError, match="bench passes measures a CUDA device"):
             next(iter(bench_passes()))
     assert set(NAMES) == {"uniform", "skewed", "trained"}

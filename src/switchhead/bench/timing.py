@@ -9,6 +9,8 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from switchhead.errors import DeviceError
+
 
 class Cost(NamedTuple):
     """Median milliseconds of forward + backward, run by the host and as a CUDA graph; MiB of memory."""
@@ -20,9 +22,9 @@ class Cost(NamedTuple):
 
 
 def cuda_device(what: str) -> torch.device:
-    """The GPU that `switchhead bench` measures; RuntimeError where there is none."""
+    """The GPU that `switchhead bench` measures; a `DeviceError` where there is none."""
     if not torch.cuda.is_available():
-        raise RuntimeError(f"bench {what} measures a CUDA device, and there is none here")
+        raise DeviceError(f"bench {what} measures a CUDA device, and there is none here")
     return torch.device("cuda")
 
 
