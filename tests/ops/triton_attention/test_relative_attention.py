@@ -14,7 +14,7 @@ NAMES = ("out", "q", "k", "v", "r", "content_bias", "position_bias", "scale")
 def small_tiles(monkeypatch):
     """Several tiles each way on tiny shapes."""
     if not torch.cuda.is_available():
-        monkeypatch.setattr(operator, "launch_for", lambda width, dtype: operator.Launch(16, {}, {}, {}))
+        monkeypatch.setattr(operator, "launch_for", lambda width, dtype: operator.Launch(16, {}, {}, {}, {}))
 
 
 def inputs(
@@ -102,6 +102,20 @@ def test_half_precision_is_as_accurate_as_plain_pytorch(case, dtype, device):
 def test_widths_of_the_paper_are_as_accurate_as_plain_pytorch(width, dtype, device):
     tensors, mask = inputs(width=width, queries=200, keys=450, biases=True, device=device)
     assert_accurate(tensors, mask, dtype)
+
+
+@pytest.mark.parametrize(("fitting_tiles", "n_chunks"), [(1, 9), (2, 6), (4, 3), (7, 2), (100, 1)])
+@pytest.mark.parametrize("causal", [True, False])
+def test_backward_in_chunks_gives_the_same_gradients(fitting_tiles, n_chunks, causal, device, monkeypatch):
+    """Three sequences of three tiles."""
+    tile = operator.launch_for(16, torch.float32).tile
+    queries, keys = 3 * tile - 12, 3 * tile + 9
+    tensors, mask = inputs(batch=3, heads=2, key_heads=2, queries=queries, keys=keys, causal=causal, device=device)
+    q, k = (x.float() for x in tensors[:2])
+    blocks = operator.divide(q, k, tile, causal=causal).blocks
+    monkeypatch.setattr(operator, "_CHUNK_BYTES", fitting_tiles * 2 * blocks * tile**2 * 4)
+    assert len(operator.divide(q, k, tile, causal=causal).chunks) == n_chunks
+    assert_accurate(tensors, mask, torch.float32, causal=causal)
 
 
 def test_rows_with_nothing_to_attend_to_give_zeros_and_finite_gradients(device):

@@ -1,6 +1,7 @@
-"""Backward kernels: one for the gradients of queries and positions, one for those of keys and values.
+"""Backward kernels, for the gradients of queries, of positions, and of keys and values.
 
-Both recompute the scores. Nothing is added atomically, so results repeat bit for bit.
+The first and the last recompute the scores. The first writes the gradients of the position scores, by distance, for
+the second, some sequences or tiles at a time. Nothing is added atomically, so results repeat bit for bit.
 """
 
 import triton
@@ -17,8 +18,10 @@ from switchhead.ops.triton_attention.skew import (
     unskew,
 )
 
+CHUNK = [*LENGTHS, "n_blocks", "first_sequence", "first_tile"]
 
-@triton.jit(do_not_specialize=[*LENGTHS, "batch", "n_splits"])
+
+@triton.jit(do_not_specialize=CHUNK)
 def query_gradient_kernel(
     q_ptr, u_ptr,  # [B, H, T, d]
     k_ptr, v_ptr,  # [B, Hk, S, d]
@@ -28,7 +31,7 @@ def query_gradient_kernel(
     lse_ptr,  # [B, H, T] float32
     delta_ptr,  # [B, H, T] float32, written: sum of out * grad_out over the width, for the other kernel
     grad_q_ptr, grad_u_ptr,  # [B, H, T, d], written; without biases grad_q has both parts
-    grad_r_ptr,  # [splits, H, P, d] float32, zero at first: every program adds to a part of its own
+    grad_p_ptr,  # [sequences * H, tiles, blocks, M, M/2] words, written: gradients of the position scores
     scale,  # times log2(e)
     grad_scale,  # without
     stride_qb, stride_qh, stride_qt: tl.constexpr,
@@ -40,7 +43,7 @@ def query_gradient_kernel(
     stride_gb, stride_gh, stride_gt: tl.constexpr,
     stride_dqb, stride_dqh, stride_dqt: tl.constexpr,
     stride_dub, stride_duh, stride_dut: tl.constexpr,
-    batch, n_heads, n_queries, n_keys, n_positions, n_splits,
+    n_heads, n_queries, n_keys, n_positions, n_blocks, first_sequence, first_tile,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_PAD: tl.constexpr,
@@ -50,89 +53,125 @@ def query_gradient_kernel(
     WIDTH: tl.constexpr,
     D: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of queries and positions; a program takes the tiles of queries of one head in turn."""
+    """Gradients of queries and of their position scores; a program takes one tile of queries."""
     natural = tl.arange(0, M)
     order = interleaved(M)
-    h = (tl.program_id(0) % n_heads).to(tl.int64)
-    split = tl.program_id(0) // n_heads
+    tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
+    i0 = tile * M
+    b = first_sequence + (tl.program_id(1) // n_heads).to(tl.int64)
+    h = (tl.program_id(1) % n_heads).to(tl.int64)
+    k_ptr += b * stride_kb + (h // GROUP) * stride_kh
+    v_ptr += b * stride_vb + (h // GROUP) * stride_vh
     r_ptr += h * stride_rh
+    pad_ptr += b * n_keys
+
+    q = load_rows(q_ptr + b * stride_qb + h * stride_qh, i0, natural, n_queries, stride_qt, WIDTH, D)
+    u = q
+    if HAS_BIAS:
+        u = load_rows(u_ptr + b * stride_ub + h * stride_uh, i0, natural, n_queries, stride_ut, WIDTH, D)
+    out = load_rows(out_ptr + b * stride_ob + h * stride_oh, i0, natural, n_queries, stride_ot, WIDTH, D)
+    grad_out = load_rows(grad_out_ptr + b * stride_gb + h * stride_gh, i0, natural, n_queries, stride_gt, WIDTH, D)
+    delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
+    i = i0 + natural
+    row = (b * n_heads + h) * n_queries + i
+    tl.store(delta_ptr + row, delta, mask=i < n_queries)
+    lse = tl.load(lse_ptr + row, mask=i < n_queries, other=float("inf"))  # rows behind the last get no weight
+
+    last = last_visible(i, n_queries, n_keys, CAUSAL)
+    end = (n_keys - n_queries + i0 + M) if CAUSAL else n_keys  # the last tile's may lie behind the last key
+    full = 0 if HAS_PAD else (tl.minimum(n_keys, n_keys - n_queries + i0 + 1) if CAUSAL else n_keys) // M * M
+    first_position = n_queries - M - i0
+    own = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile - first_tile
+    words = grad_p_ptr + own * n_blocks * (M * M // 2) + natural[:, None] * (M // 2) + tl.arange(0, M // 2)[None, :]
+
+    r = load_rows(r_ptr, first_position, order, n_positions, stride_rp, WIDTH, D)
+    p01 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
+    carry = tl.zeros_like(p01)
+    grad_q = tl.zeros((M, D), tl.float32)
+    grad_u = tl.zeros((M, D), tl.float32)
+    for MASKED in tl.static_range(2):
+        for j0 in range(full if MASKED else 0, end if MASKED else full, M):
+            position = first_position + j0
+            r = load_rows(r_ptr, position + M, order, n_positions, stride_rp, WIDTH, D)
+            k = load_rows(k_ptr, j0, order, n_keys, stride_kt, WIDTH, D)
+            v = load_rows(v_ptr, j0, order, n_keys, stride_vt, WIDTH, D)
+            p23 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) + skew(p01, p23, q.dtype, M)
+            p01 = p23
+            weights = tl.exp2(scores * scale - lse[:, None])
+            if MASKED:
+                weights = tl.where(visible(j0 + order, last, pad_ptr, n_keys, HAS_PAD), weights, 0.0)
+            grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
+            grad_scores = (weights * (grad_weights - delta[:, None])).to(q.dtype)
+            grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
+
+            complete, carry = unskew(grad_scores, carry, M)
+            tl.store(words, complete)
+            words += M * M // 2
+            r = load_rows(r_ptr, position, order, n_positions, stride_rp, WIDTH, D)
+            if HAS_BIAS:
+                grad_u = tl.dot(unpack(complete, q.dtype, M), r, grad_u, input_precision=PRECISION)
+            else:
+                grad_q = tl.dot(unpack(complete, q.dtype, M), r, grad_q, input_precision=PRECISION)
+
+    # The window's last M distances.
+    tl.store(words, carry)
+    r = load_rows(r_ptr, first_position + tl.cdiv(end, M) * M, order, n_positions, stride_rp, WIDTH, D)
+    if HAS_BIAS:
+        grad_u = tl.dot(unpack(carry, q.dtype, M), r, grad_u, input_precision=PRECISION)
+        grad_u_row = grad_u_ptr + b * stride_dub + h * stride_duh
+        store_rows(grad_u_row, grad_u * grad_scale, i0, natural, n_queries, stride_dut, WIDTH, D)
+    else:
+        grad_q = tl.dot(unpack(carry, q.dtype, M), r, grad_q, input_precision=PRECISION)
+    grad_q_row = grad_q_ptr + b * stride_dqb + h * stride_dqh
+    store_rows(grad_q_row, grad_q * grad_scale, i0, natural, n_queries, stride_dqt, WIDTH, D)
+
+
+@triton.jit(
+    do_not_specialize=[*LENGTHS, "n_blocks", "first_sequence", "n_sequences", "first_tile", "n_tiles", "n_splits"]
+)
+def position_gradient_kernel(
+    u_ptr,  # [B, H, T, d]
+    grad_p_ptr,  # [sequences * H, tiles, blocks, M, M]: what query_gradient_kernel wrote, two numbers a word
+    grad_r_ptr,  # [splits, H, P, d] float32: added to
+    stride_ub, stride_uh, stride_ut: tl.constexpr,
+    n_heads, n_queries, n_keys, n_positions, n_blocks, first_sequence, n_sequences, first_tile, n_tiles, n_splits,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+    M: tl.constexpr,
+    WIDTH: tl.constexpr,
+    D: tl.constexpr,
+):  # fmt: skip
+    """Gradient of the positions; a program takes M distances of one head, and every `n_splits`-th sequence.
+
+    The windows of all tiles of queries begin a multiple of M apart, the last tile's at block 0.
+    """
+    natural = tl.arange(0, M)
+    block = tl.program_id(0)
+    h = (tl.program_id(1) % n_heads).to(tl.int64)
+    split = tl.program_id(1) // n_heads
+    last_tile = tl.cdiv(n_queries, M) - 1
+    begin = tl.maximum(first_tile, last_tile - block)
+    end = first_tile + n_tiles
+    if not CAUSAL:  # windows of causal tiles all end together
+        end = tl.minimum(end, last_tile - block + tl.cdiv(n_keys, M) + 1)
+
+    u_ptr += h * stride_uh
+    entries = grad_p_ptr + natural[:, None] * M + natural[None, :]
+    grad_r = tl.zeros((M, D), tl.float32)
+    for sequence in range(split, n_sequences, n_splits):
+        u_row = u_ptr + (first_sequence + sequence).to(tl.int64) * stride_ub
+        first = (sequence * n_heads + h) * n_tiles - first_tile
+        for tile in range(begin, end):
+            u = load_rows(u_row, tile * M, natural, n_queries, stride_ut, WIDTH, D)
+            grad_p = tl.load(entries + ((first + tile) * n_blocks + block - (last_tile - tile)) * (M * M))
+            grad_r = tl.dot(tl.trans(grad_p), u, grad_r, input_precision=PRECISION)
+
     grad_r_ptr += (split * n_heads + h) * n_positions * WIDTH
-    n_tiles = tl.cdiv(n_queries, M)
-
-    for item in range(split, batch * n_tiles, n_splits):
-        b = (item // n_tiles).to(tl.int64)
-        i0 = ((item + item // n_tiles) % n_tiles) * M  # rotated, so that a program does not always get long rows
-        k_row = k_ptr + b * stride_kb + (h // GROUP) * stride_kh
-        v_row = v_ptr + b * stride_vb + (h // GROUP) * stride_vh
-        pad_row = pad_ptr + b * n_keys
-
-        q = load_rows(q_ptr + b * stride_qb + h * stride_qh, i0, natural, n_queries, stride_qt, WIDTH, D)
-        u = q
-        if HAS_BIAS:
-            u = load_rows(u_ptr + b * stride_ub + h * stride_uh, i0, natural, n_queries, stride_ut, WIDTH, D)
-        out = load_rows(out_ptr + b * stride_ob + h * stride_oh, i0, natural, n_queries, stride_ot, WIDTH, D)
-        grad_out = load_rows(grad_out_ptr + b * stride_gb + h * stride_gh, i0, natural, n_queries, stride_gt, WIDTH, D)
-        delta = tl.sum(out.to(tl.float32) * grad_out.to(tl.float32), 1)
-        i = i0 + natural
-        row = (b * n_heads + h) * n_queries + i
-        tl.store(delta_ptr + row, delta, mask=i < n_queries)
-        lse = tl.load(lse_ptr + row, mask=i < n_queries, other=float("inf"))
-
-        last = last_visible(i, n_queries, n_keys, CAUSAL)
-        end = tl.minimum(n_keys, n_keys - n_queries + i0 + M) if CAUSAL else n_keys
-        full = 0 if HAS_PAD else ((n_keys - n_queries + i0 + 1) if CAUSAL else n_keys) // M * M
-        first_position = n_queries - M - i0
-
-        r = load_rows(r_ptr, first_position, order, n_positions, stride_rp, WIDTH, D)
-        p01 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
-        carry = tl.zeros_like(p01)
-        grad_q = tl.zeros((M, D), tl.float32)
-        grad_u = tl.zeros((M, D), tl.float32)
-        tl.debug_barrier()  # the part of grad_r that the previous item wrote is read below, by other threads
-        for MASKED in tl.static_range(2):
-            for j0 in range(full if MASKED else 0, end if MASKED else full, M):
-                position = first_position + j0
-                r = load_rows(r_ptr, position + M, order, n_positions, stride_rp, WIDTH, D)
-                k = load_rows(k_row, j0, order, n_keys, stride_kt, WIDTH, D)
-                v = load_rows(v_row, j0, order, n_keys, stride_vt, WIDTH, D)
-                p23 = pack(tl.dot(u, tl.trans(r), input_precision=PRECISION).to(q.dtype), M)
-                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) + skew(p01, p23, q.dtype, M)
-                p01 = p23
-                weights = tl.exp2(scores * scale - lse[:, None])
-                if MASKED:
-                    weights = tl.where(visible(j0 + order, last, pad_row, n_keys, HAS_PAD), weights, 0.0)
-                grad_weights = tl.dot(grad_out, tl.trans(v), input_precision=PRECISION)
-                grad_scores = (weights * (grad_weights - delta[:, None])).to(q.dtype)
-                grad_q = tl.dot(grad_scores, k, grad_q, input_precision=PRECISION)
-
-                complete, carry = unskew(grad_scores, carry, M)
-                grad_positions = unpack(complete, q.dtype, M)
-                r = load_rows(r_ptr, position, order, n_positions, stride_rp, WIDTH, D)
-                if HAS_BIAS:
-                    grad_u = tl.dot(grad_positions, r, grad_u, input_precision=PRECISION)
-                else:
-                    grad_q = tl.dot(grad_positions, r, grad_q, input_precision=PRECISION)
-                grad_r = load_rows(grad_r_ptr, position, order, n_positions, WIDTH, WIDTH, D)
-                grad_r += tl.dot(tl.trans(grad_positions), u, input_precision=PRECISION)
-                store_rows(grad_r_ptr, grad_r, position, order, n_positions, WIDTH, WIDTH, D)
-
-        # The window's last M distances.
-        position = first_position + tl.cdiv(end, M) * M
-        grad_positions = unpack(carry, q.dtype, M)
-        r = load_rows(r_ptr, position, order, n_positions, stride_rp, WIDTH, D)
-        if HAS_BIAS:
-            grad_u = tl.dot(grad_positions, r, grad_u, input_precision=PRECISION)
-        else:
-            grad_q = tl.dot(grad_positions, r, grad_q, input_precision=PRECISION)
-        grad_r = load_rows(grad_r_ptr, position, order, n_positions, WIDTH, WIDTH, D)
-        grad_r += tl.dot(tl.trans(grad_positions), u, input_precision=PRECISION)
-        store_rows(grad_r_ptr, grad_r, position, order, n_positions, WIDTH, WIDTH, D)
-
-        if HAS_BIAS:
-            grad_u_row = grad_u_ptr + b * stride_dub + h * stride_duh
-            store_rows(grad_u_row, grad_u * grad_scale, i0, natural, n_queries, stride_dut, WIDTH, D)
-        grad_q_row = grad_q_ptr + b * stride_dqb + h * stride_dqh
-        store_rows(grad_q_row, grad_q * grad_scale, i0, natural, n_queries, stride_dqt, WIDTH, D)
+    first_position = block * M + n_queries - (last_tile + 1) * M
+    order = interleaved(M)
+    grad_r += load_rows(grad_r_ptr, first_position, order, n_positions, WIDTH, WIDTH, D)
+    store_rows(grad_r_ptr, grad_r, first_position, order, n_positions, WIDTH, WIDTH, D)
 
 
 @triton.jit(do_not_specialize=LENGTHS)

@@ -10,10 +10,15 @@ import triton
 from torch import Tensor
 
 from switchhead.ops.availability import on_device
-from switchhead.ops.triton_attention.backward import key_gradient_kernel, query_gradient_kernel
+from switchhead.ops.triton_attention.backward import (
+    key_gradient_kernel,
+    position_gradient_kernel,
+    query_gradient_kernel,
+)
 from switchhead.ops.triton_attention.forward import forward_kernel
 
 _LOG2_E = 1 / math.log(2)
+_CHUNK_BYTES = 512 * 2**20  # of the position scores' gradients, which would otherwise grow with the length squared
 
 
 class Launch(NamedTuple):
@@ -22,6 +27,7 @@ class Launch(NamedTuple):
     tile: int
     forward: dict[str, int]
     query_gradient: dict[str, int]
+    position_gradient: dict[str, int]
     key_gradient: dict[str, int]
 
 
@@ -31,13 +37,58 @@ def launch_for(width: int, dtype: torch.dtype) -> Launch:
     All are short of registers before anything else; tiles shrink so that seven of them fit into shared memory.
     """
     row_bytes = triton.next_power_of_2(width) * dtype.itemsize
+    product = {"num_warps": 4, "num_stages": 4}
     if row_bytes <= 128:
         options = {"num_warps": 4, "num_stages": 2}
-        return Launch(64, options | {"maxnreg": 168}, options, options)
+        return Launch(64, options | {"maxnreg": 168}, options, product, options)
     options = {"num_warps": 4, "num_stages": 1}
     if row_bytes <= 256:
-        return Launch(64, options, {"num_warps": 8, "num_stages": 2}, options)
-    return Launch(32 if row_bytes <= 512 else 16, options, options, options)
+        return Launch(64, options, options, product, options)
+    return Launch(32 if row_bytes <= 512 else 16, options, options, options, options)
+
+
+class Chunk(NamedTuple):
+    """Tiles of queries whose position scores' gradients exist at once: all tiles of some sequences, or some of one."""
+
+    first_sequence: int
+    n_sequences: int
+    first_tile: int
+    n_tiles: int
+
+
+class Division(NamedTuple):
+    """Backward in chunks, the largest first.
+
+    The position scores of a tile of queries lie in a window of `blocks` blocks of distances; the windows of all tiles
+    together have `windows`. The gradient of positions is summed over the sequences of a chunk in `splits` parts.
+    """
+
+    chunks: list[Chunk]
+    blocks: int
+    windows: int
+    splits: int
+
+
+def divide(q: Tensor, k: Tensor, tile: int, *, causal: bool) -> Division:
+    """Chunks that keep the gradients of the position scores within `_CHUNK_BYTES`, if a tile of all heads does."""
+    batch, heads, queries, _ = q.shape
+    tiles = triton.cdiv(queries, tile)
+    blocks = triton.cdiv(k.shape[2] - queries + tiles * tile if causal else k.shape[2], tile) + 1
+    windows = blocks if causal else tiles - 1 + blocks
+    fitting_tiles = max(1, _CHUNK_BYTES // (heads * blocks * tile**2 * q.itemsize))
+    sequences, some = _even(batch, fitting_tiles // tiles), _even(tiles, fitting_tiles)
+    chunks = [
+        Chunk(sequence, min(sequences, batch - sequence), first, min(some, tiles - first))
+        for sequence in range(0, batch, sequences)
+        for first in range(0, tiles, some)
+    ]
+    splits = max(1, min(sequences, 4 * _multiprocessors(q.device) // (windows * heads)))
+    return Division(chunks, blocks, windows, splits)
+
+
+def _even(total: int, at_most: int) -> int:
+    """Size of nearly equal parts of a total, none above `at_most` (taken as 1 at least)."""
+    return triton.cdiv(total, triton.cdiv(total, max(1, at_most)))
 
 
 @torch.library.custom_op("switchhead::relative_attention", mutates_args=())
@@ -116,23 +167,33 @@ def relative_attention_backward(
     if q.numel() == 0:
         return grad_q, grad_u, grad_k.zero_(), grad_v.zero_(), r.new_zeros(r.shape)
 
-    # One part of r's gradient per program, so that each adds to its own memory in an order of its own.
-    splits = max(1, min(2 * _multiprocessors(q.device) // heads, batch * triton.cdiv(queries, launch.tile)))
-    grad_r = r.new_zeros((splits, *r.shape), dtype=torch.float32)
     delta = torch.empty_like(lse)
     meta = _meta(q, u, k, padding, causal, launch)
     pad = _bytes(padding, q)
     sizes = (heads, queries, k.shape[2], r.shape[1])
     inputs = (*_strides(q, u, k, v), *r.stride()[:2])
+    chunks, blocks, windows, splits = divide(q, k, launch.tile, causal=causal)
+    largest = (chunks[0].n_sequences * heads, chunks[0].n_tiles)
+    grad_p = q.new_empty(*largest, blocks, launch.tile, launch.tile)
+    grad_r = r.new_zeros(splits, *r.shape, dtype=torch.float32)
     with on_device(q.device):
-        query_gradient_kernel[(splits * heads,)](
-            q, u, k, v, r, pad, out, grad_out, lse, delta, grad_q, grad_u, grad_r,
-            scale * _LOG2_E, scale,
-            *inputs, *_strides(out, grad_out, grad_q, grad_u if has_bias else grad_q),
-            batch, *sizes, splits,
-            **meta,
-            **launch.query_gradient,
-        )  # fmt: skip
+        for chunk in chunks:
+            query_gradient_kernel[(chunk.n_tiles, chunk.n_sequences * heads)](
+                q, u, k, v, r, pad, out, grad_out, lse, delta, grad_q, grad_u,
+                grad_p.view(torch.int32 if q.itemsize == 2 else torch.int64),
+                scale * _LOG2_E, scale,
+                *inputs, *_strides(out, grad_out, grad_q, grad_u if has_bias else grad_q),
+                *sizes, blocks, chunk.first_sequence, chunk.first_tile,
+                **meta,
+                **launch.query_gradient,
+            )  # fmt: skip
+            position_gradient_kernel[(windows, splits * heads)](
+                u, grad_p, grad_r,
+                *_strides(u),
+                *sizes, blocks, *chunk, splits,
+                CAUSAL=causal, PRECISION=meta["PRECISION"], M=launch.tile, WIDTH=width, D=meta["D"],
+                **launch.position_gradient,
+            )  # fmt: skip
         key_gradient_kernel[(triton.cdiv(k.shape[2], launch.tile), batch * k.shape[1])](
             q, u, k, v, r, pad, grad_out, lse, delta, grad_k, grad_v,
             scale * _LOG2_E, scale,
