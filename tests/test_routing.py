@@ -12,14 +12,6 @@ def test_every_slot_as_a_head_keeps_gates_and_experts_in_order():
     assert torch.equal(slots.expert_indices.view(5, 2, 3), indices)
 
 
-def test_the_last_tokens_of_each_row_keep_their_decisions():
-    gates, indices = torch.rand(6, 2, 1), torch.randint(4, (6, 2, 1))
-    last = Routing(gates, indices, 4).last(2, of=(2, 3))
-    assert torch.equal(last.gates, gates[[1, 2, 4, 5]])
-    assert torch.equal(last.expert_indices, indices[[1, 2, 4, 5]])
-    assert Routing(gates[:0], indices[:0], 4).last(0, of=(2, 0)).gates.shape == (0, 2, 1)
-
-
 def test_average_k_counts_the_gates_that_are_not_zero():
     gates = torch.tensor([[[0.5, 0.0], [0.7, 0.2]], [[0.0, 0.0], [0.1, 0.0]]])
     indices = torch.tensor([0, 1]).expand(2, 2, 2)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -62,11 +61,6 @@ class Routing:
     def average_k(self) -> Float[Tensor, ""]:
         """Mean number of experts that a token and head uses: those whose gate is not 0 (dynamic k leaves some out)."""
         return (self.gates != 0).sum(-1).to(self.gates.dtype).mean()
-
-    def last(self, n: int, *, of: Sequence[int]) -> Routing:
-        """The decisions of the last n tokens in each row, of tokens `[rows, length]`."""
-        gates, chosen = (t.unflatten(0, of)[:, of[1] - n :].flatten(0, 1) for t in (self.gates, self.expert_indices))
-        return Routing(gates, chosen, self.n_experts)
 
     def per_slot(self) -> Routing:
         """The same decisions with every slot as a head of its own, `[tokens, heads * k, 1]`.

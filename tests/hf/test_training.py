@@ -353,7 +353,7 @@ def test_router_logits_have_a_shape_a_meaning_and_a_gradient():
     memory = model(random_tokens(2, 5, seed=3)).memory
     output = model(tokens, memory=memory, labels=tokens, output_router_logits=True)
     shapes = [tuple(logits.shape) for logits in output.router_logits]
-    assert shapes == [(2, 6, 3, 4), (2, 11, 3, 4)] * 2  # destination, source
+    assert shapes == [(2, 6, 3, 4)] * 4  # the new tokens', destination and source
     routers = [m for m in model.modules() if type(m).__name__ == "Router"]
     assert not any(router._forward_pre_hooks for router in routers)
     (output.loss + sum(logits.logsumexp(-1).square().mean() for logits in output.router_logits)).backward()

@@ -15,7 +15,6 @@ from switchhead.nn.attention import (
     average_values,
     check_input,
     check_sizes,
-    key_value_source,
     merge_heads,
 )
 from switchhead.nn.init import truncated_normal_
@@ -24,6 +23,7 @@ from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import project_heads, project_output
 from switchhead.nn.router import Router
+from switchhead.ops.dtypes import concatenate
 from switchhead.ops.widths import aligned_width, pad_width
 
 
@@ -111,12 +111,15 @@ class MultiHeadAttention(nn.Module):
         relative = isinstance(self.positions, Relative)
         wide = aligned_width(self.d_model, x.device)
         tokens = pad_width(x, wide)
-        if context is None and memory is None:
+        if context is None:
             q, k, v = project_heads(tokens, (self.q_proj, self.k_proj, self.v_proj), self.d_head)  # [B, H, T, d]
         else:
-            source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
             (q,) = project_heads(tokens, (self.q_proj,), self.d_head)
-            k, v = project_heads(source, (self.k_proj, self.v_proj), self.d_head)  # [B, H_kv, S, d]
+            k, v = project_heads(pad_width(context, wide), (self.k_proj, self.v_proj), self.d_head)  # [B, H_kv, S, d]
+        if memory is not None:  # apart: as a rule it asks for no gradient
+            source = pad_width(memory.to(x.dtype), wide)
+            before = project_heads(source, (self.k_proj, self.v_proj), self.d_head)
+            k, v = (concatenate(parts, dim=-2) for parts in zip(before, (k, v), strict=True))  # [B, H_kv, M + T, d]
         learned = None
         if relative:
             learned = RelativeWeights(self.position_proj, self.content_bias, self.position_bias, self.scale)

@@ -53,12 +53,26 @@ def project_all(
     weights, dropped = stack_routers(tokens, routers)
     if rotation is not None:
         rotation = (rotation[0].flatten(0, -2), rotation[1].flatten(0, -2))
-    *projected, sides = project_inputs(
+    q, k, v, sides = project_inputs(
         tokens, queries.weight, keys.weight, weights, values.weight, routers[0].k,
         rotation=rotation, gating=routers[0].gating, dropped=dropped, backend=values.backend,
     )  # fmt: skip
     routings = [router(tokens, side) for router, side in zip(routers, sides, strict=True)]  # past the routers' hooks
-    return [rows.unflatten(0, x.shape[:2]).transpose(1, 2) for rows in projected], routings
+    assert q is not None
+    return [rows.unflatten(0, x.shape[:2]).transpose(1, 2) for rows in (q, k, v)], routings
+
+
+def project_memory(
+    memory: Float[Tensor, "batch M d_model"], keys: Linear, router: Router, values: MoELinear
+) -> list[Float[Tensor, "batch heads M d"]]:
+    """Keys and values of a previous chunk, as `project_all` makes them of x."""
+    tokens = memory.flatten(0, 1)
+    weight, dropped = stack_routers(tokens, [router])
+    _, k, v, _ = project_inputs(
+        tokens, None, keys.weight, weight, values.weight, router.k,
+        gating=router.gating, dropped=dropped, backend=values.backend,
+    )  # fmt: skip
+    return [rows.unflatten(0, memory.shape[:2]).transpose(1, 2) for rows in (k, v)]
 
 
 def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:

@@ -66,8 +66,10 @@ class Router(nn.Module):
 
         `known` is their routing where several routers ran at once; it passes through here for the hooks to see.
         """
-        if known is not None:
-            return known
+        return self.choose(x) if known is None else known
+
+    def choose(self, x: Float[Tensor, "tokens wide"]) -> Routing:
+        """`forward` unseen by hooks."""
         weight, dropped = stack_routers(x, [self])
         routing = route(x, weight, self.k, gating=self.gating, dropped=dropped)
         if self.threshold == 0:

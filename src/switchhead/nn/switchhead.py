@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from jaxtyping import Bool, Float, Int
 from torch import Tensor, nn
 
@@ -12,7 +14,6 @@ from switchhead.nn.attention import (
     average_values,
     check_input,
     check_sizes,
-    key_value_source,
     merge_heads,
     query_positions,
 )
@@ -25,9 +26,11 @@ from switchhead.nn.projections import (
     project_all,
     project_experts,
     project_heads,
+    project_memory,
     project_output,
 )
 from switchhead.nn.router import Router, check_choice
+from switchhead.ops.dtypes import concatenate
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.router import Gating
 from switchhead.ops.widths import aligned_width, pad_width
@@ -167,15 +170,17 @@ class SwitchHeadAttention(nn.Module):
         """
         check_input(x, self.d_model, context, memory)
         positions = self.positions
-        if self._projects_at_once and context is None and memory is None:
+        if self._projects_at_once and context is None:
             rotation = None
-            if isinstance(positions, Rotary) and self.qk_norm is None:
+            if isinstance(positions, Rotary) and self.qk_norm is None and memory is None:
                 where = query_positions(x, position_ids, cached=cache is not None)
                 rotation, positions = positions.table(where, self.d_head, x.dtype), None
             q, k, v, to = self._project_at_once(x, rotation)  # [B, H, T, d]
         else:
-            source = key_value_source(x, context, memory)  # [B, S, D]
-            q, k, v, to = self._project(x, source, crossed=context is not None)
+            q, k, v, to = self._project(x, context)
+        if memory is not None:  # apart: it asks for no queries and, as a rule, for no gradient
+            before = self._project_memory(memory.to(x.dtype))
+            k, v = (concatenate(parts, dim=-2) for parts in zip(before, (k, v), strict=True))  # [B, H, S, d]
         relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=positions, relative=relative,
@@ -207,20 +212,34 @@ class SwitchHeadAttention(nn.Module):
         (q, k, v), routings = project_all(x, self.q_proj, self.k_proj, routers, self.v_proj, rotation)
         return q, k, v, routings[0]
 
-    def _project(self, x: Tensor, source: Tensor, *, crossed: bool) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
+    def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
         """Queries, keys and values `[B, H, T or S, d]`, and the routing of the destination side."""
-        q, k, v = self.q_proj, self.k_proj, self.v_proj
-        wide = aligned_width(self.d_model, x.device)
-        x, source = pad_width(x, wide), pad_width(source, wide)
-        destination = self.destination_router
-        if self.shared_selection and destination is not None and not crossed:  # x is the end of its source
-            origin = destination(source.flatten(0, 1))
-            to = origin.last(x.shape[1], of=source.shape[:2])
+        x = pad_width(x, aligned_width(self.d_model, x.device))
+        source = x if context is None else pad_width(context, x.shape[-1])
+        to = self.destination_router and self.destination_router(x.flatten(0, 1))
+        if self.shared_selection and context is None:
+            origin = to
         else:
-            to = destination and destination(x.flatten(0, 1))
-            origin_router = destination if self.shared_selection else self.source_router
-            origin = origin_router and origin_router(source.flatten(0, 1))
+            router = self._origin_router
+            origin = router and router(source.flatten(0, 1))
+        q, k, v = self.q_proj, self.k_proj, self.v_proj
         return self._heads(q, x, to), self._heads(k, source, origin), self._heads(v, source, origin), to
+
+    def _project_memory(self, memory: Tensor) -> Sequence[Tensor]:
+        """Keys and values `[B, H, M, d]` of a previous chunk. Hooks of routers do not see its tokens again."""
+        router = self._origin_router
+        if self._projects_at_once:
+            assert isinstance(self.k_proj, Linear)
+            assert isinstance(self.v_proj, MoELinear)
+            assert router is not None
+            return project_memory(memory, self.k_proj, router, self.v_proj)
+        memory = pad_width(memory, aligned_width(self.d_model, memory.device))
+        origin = router and router.choose(memory.flatten(0, 1))
+        return [self._heads(projection, memory, origin) for projection in (self.k_proj, self.v_proj)]
+
+    @property
+    def _origin_router(self) -> Router | None:
+        return self.destination_router if self.shared_selection else self.source_router
 
     def _heads(
         self, projection: Linear | MoELinear, x: Tensor, routing: Routing | None

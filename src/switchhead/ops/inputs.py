@@ -21,7 +21,7 @@ _ONE_OPERATOR_RATIO = 3.0
 
 def project_inputs(
     x: Float[Tensor, "tokens d_model"],
-    queries: Float[Tensor, "heads_d d_model"],
+    queries: Float[Tensor, "heads_d d_model"] | None,
     keys: Float[Tensor, "heads_d d_model"],
     routers: Float[Tensor, "routers experts d_model"],
     values: Float[Tensor, "heads experts d_model d"],
@@ -32,7 +32,10 @@ def project_inputs(
     dropped: Bool[Tensor, "tokens routers experts"] | None = None,
     backend: Backend = "auto",
 ) -> tuple[
-    Float[Tensor, "tokens heads d"], Float[Tensor, "tokens heads d"], Float[Tensor, "tokens heads d"], list[Routing]
+    Float[Tensor, "tokens heads d"] | None,
+    Float[Tensor, "tokens heads d"],
+    Float[Tensor, "tokens heads d"],
+    list[Routing],
 ]:
     """Rotated queries and keys, `route(x, routers, k)`, and `moe_linear(x, values, ...)` by the last routers.
 
@@ -42,7 +45,7 @@ def project_inputs(
 
     Args:
         x: tokens.
-        queries, keys: plain projections, the rows of a head side by side.
+        queries, keys: plain projections, the rows of a head side by side; tokens of a memory have no queries.
         routers: sides of `heads` routers each; the last side is the values'.
         values: experts of the values.
         k: experts chosen.
@@ -52,8 +55,8 @@ def project_inputs(
         backend: see `moe_linear`.
 
     Returns:
-        Queries, keys and values (on a GPU with zeros up to the next multiple of 8), and the decisions of the routers, a
-        `Routing` for each side.
+        Queries (None without), keys and values (on a GPU with zeros up to the next multiple of 8), and the decisions of
+        the routers, a `Routing` for each side.
 
     Raises:
         ValueError: shapes or k that do not fit, or a backend that cannot run here.
@@ -61,7 +64,7 @@ def project_inputs(
     _check(x, queries, keys, routers, values, k, rotation)
     heads, _, _, d = values.shape
     width = aligned_width(d, x.device)
-    dtype = compute_dtype(x, queries, keys, values)
+    dtype = compute_dtype(x, keys, values, *(() if queries is None else (queries,)))
     widest = torch.promote_types(dtype, routers.dtype)
     if backend == "triton":
         require_triton(x.device, widest)
@@ -83,26 +86,31 @@ def project_inputs(
     sides = [Routing(gates, chosen, routing.n_experts) for gates, chosen in by_side]
     x = pad_width(x, aligned_width(x.shape[1], x.device))
     padding = (0, x.shape[1] - values.shape[2], 0, width - d)
-    weights = (pad(weight.unflatten(0, (heads, d)), padding).flatten(0, 1) for weight in (queries, keys))
-    plain = [F.linear(*cast_together(x, weight)).unflatten(1, (heads, width)) for weight in weights]
-    if rotation is not None:
+
+    def project(weight: Tensor) -> Tensor:
+        weight = pad(weight.unflatten(0, (heads, d)), padding).flatten(0, 1)
+        rows = F.linear(*cast_together(x, weight)).unflatten(1, (heads, width))
+        if rotation is None:
+            return rows
         positions = rotation[0].shape[0]
         repeats = x.shape[0] // max(positions, 1)
-        plain = [rotate(rows.unflatten(0, (repeats, positions)), *rotation).flatten(0, 1) for rows in plain]
+        return rotate(rows.unflatten(0, (repeats, positions)), *rotation).flatten(0, 1)
+
     values = pad(values, (0, width - d, 0, x.shape[1] - values.shape[2]))
-    return plain[0], plain[1], moe_linear(x, values, sides[-1], reduce="k", backend=backend), sides
+    v = moe_linear(x, values, sides[-1], reduce="k", backend=backend)
+    return None if queries is None else project(queries), project(keys), v, sides
 
 
 def _check(
     x: Tensor,
-    queries: Tensor,
+    queries: Tensor | None,
     keys: Tensor,
     routers: Tensor,
     values: Tensor,
     k: int,
     rotation: tuple[Tensor, Tensor] | None,
 ) -> None:
-    shapes = [tuple(t.shape) for t in (x, queries, keys, routers, values)]
+    shapes = [tuple(t.shape) for t in (x, keys if queries is None else queries, keys, routers, values)]
     fits = (x.ndim, routers.ndim, values.ndim) == (2, 3, 4)
     if fits:
         heads, experts, d_model, d = values.shape

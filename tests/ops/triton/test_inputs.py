@@ -80,16 +80,39 @@ def operands(tokens, device, dtype=torch.float32):
 
 
 @pytest.mark.parametrize("tokens", [0, 6])
-def test_what_a_compiler_is_told_holds(tokens, device):
+@pytest.mark.parametrize("is_memory", [False, True])
+def test_what_a_compiler_is_told_holds(tokens, is_memory, device):
     tensors = of_other_strides(*operands(tokens, device))
+    if is_memory:
+        tensors = [tensors[0].detach(), None, *tensors[2:]]
     table = rotary_table(torch.arange(3, device=device), 2, 10.0, torch.float32)
     options = (2, *table, torch.float32, 8, True, None)
     check_operator(_project_inputs, (*tensors, *options))
-    x, *weights = (t.detach() for t in tensors)
+    x, *weights = (t if t is None else t.detach() for t in tensors)
     q, k, v, gates, indices, kept, copy = _project_inputs(x, *weights, *options)
     grads = (torch.randn_like(t) for t in (q, k, v, gates))
-    arguments = (*grads, copy, *weights, *table, gates, indices, kept, v, torch.float32)
+    arguments = (*grads, copy, *weights, *table, gates, indices, kept, v, torch.float32, not is_memory)
     check_operator(_project_inputs_backward, arguments, differentiable=False)
+
+
+@pytest.mark.parametrize("backend", ["triton", "reference"])
+@pytest.mark.parametrize("tokens", [0, 1, 40])
+def test_tokens_of_a_memory_need_neither_queries_nor_a_gradient(tokens, backend, device):
+    x, queries, keys, routers, values = operands(tokens, device)
+    weights = (keys, routers[2:], values)  # the source side's routers
+    q, k, v, (side,) = project_inputs(x.detach(), None, *weights, 2, backend=backend)
+    _, *expected, (_, expected_side) = project_inputs(x, queries, keys, routers, values, 2, backend="reference")
+    assert q is None
+    assert torch.equal(side.expert_indices, expected_side.expert_indices)
+    cotangents = [torch.randn(tokens, 2, 5, device=device) for _ in range(2)]
+
+    def of_weights(rows):
+        loss = sum((r[..., :5] * c).sum() for r, c in zip(rows, cotangents, strict=True))
+        return torch.autograd.grad(loss, (keys, routers, values))
+
+    pairs = zip((k, v, *of_weights((k, v))), (*expected, *of_weights(expected)), strict=True)
+    for found, wanted in pairs:
+        assert relative_error(found[..., : wanted.shape[-1]], wanted) < 1e-5
 
 
 def router_gradients(score, dtype, device, backends):

@@ -31,7 +31,8 @@ def test_operators_ask_only_whether_tokens_are_few_enough_for_decoding(shape, dt
             x, *weights, values, k, *tables, dtype, width, True, None
         )  # fmt: skip
         tokens, grads = copy if d_model % 8 else x, [*rows, gates]
-        _project_inputs_backward(*grads, tokens, *weights, values, *tables, gates, indices, kept, rows[2], dtype)
+        rest = (*tables, gates, indices, kept, rows[2], dtype, True)
+        _project_inputs_backward(*grads, tokens, *weights, values, *rest)
 
         routed = gates[0].clone(), indices[0].clone()
         operands = {"k": (x, values), "heads": (rows[2][..., :d].clone(), outputs), "none": (x, values)}

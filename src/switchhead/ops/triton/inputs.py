@@ -26,7 +26,7 @@ from switchhead.routing import Routing
 
 def project_inputs(
     x: Float[Tensor, "tokens d_model"],
-    queries: Float[Tensor, "heads_d d_model"],
+    queries: Float[Tensor, "heads_d d_model"] | None,
     keys: Float[Tensor, "heads_d d_model"],
     routers: Float[Tensor, "routers experts d_model"],
     values: Float[Tensor, "heads experts d_model d"],
@@ -36,24 +36,26 @@ def project_inputs(
     dtype: torch.dtype,
     width: int,
     dropped: Bool[Tensor, "tokens routers experts"] | None = None,
-) -> tuple[Tensor, Tensor, Tensor, list[Routing]]:
+) -> tuple[Tensor | None, Tensor, Tensor, list[Routing]]:
     """`switchhead.ops.project_inputs` for CUDA and sigmoid gates, computed in `dtype`, heads padded to `width`.
 
     Differentiable once in x and all weights, which may have any float dtype but float64.
     """
-    keep = torch.is_grad_enabled() and any(t.requires_grad for t in (x, queries, keys, routers, values))
+    inputs = (x, queries, keys, routers, values)
+    keep = torch.is_grad_enabled() and any(t is not None and t.requires_grad for t in inputs)
     cos, sin = (None, None) if rotation is None else (table.contiguous() for table in rotation)
     q, k_, v, gates, expert_indices, _, _ = _project_inputs(
         x, queries, keys, routers, values, k, cos, sin, dtype, width, keep, dropped
     )
     sides = zip(gates.unbind(), expert_indices.unbind(), strict=True)
+    q = None if queries is None else q
     return q, k_, v, [Routing(side, chosen, routers.shape[1]) for side, chosen in sides]
 
 
 @operator("switchhead::project_inputs")
 def _project_inputs(
     x: Tensor,
-    queries: Tensor,
+    queries: Tensor | None,
     keys: Tensor,
     routers: Tensor,
     values: Tensor,
@@ -67,13 +69,14 @@ def _project_inputs(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Queries, keys and values; gates and indices `[sides, N, H, K]`, the values' side last; what backward needs.
 
-    The last two are, if `keep`, rows of single experts, and the tokens as they were multiplied, empty where that is x.
+    Queries without a projection are empty. The last two are, if `keep`, rows of single experts, and the tokens as they
+    were multiplied, empty where that is x.
     """
     heads, _, _, d = values.shape
     tokens = aligned_rows(x, dtype)
     gates, expert_indices, _ = choose(tokens, routers, k, dropped=dropped, sides=routers.shape[0] // heads)
     plain = []
-    for weight in (queries, keys):
+    for weight in (keys,) if queries is None else (queries, keys):
         rows = (tokens @ _aligned_heads(weight, d, width, tokens).mT).view(-1, heads, width)
         if cos is not None and tokens.shape[0]:
             rotate_heads(rows, cos, sin)
@@ -86,7 +89,7 @@ def _project_inputs(
         out, kept = project_values(tokens, values, gates[-1], expert_indices[-1], dtype, width, keep)
     own_tokens = keep and not is_aligned(x, dtype)  # an operator may not return its argument
     copy = tokens if own_tokens else tokens.new_empty(0)
-    return plain[0], plain[1], out, gates, expert_indices, kept, copy
+    return tokens.new_empty(0) if queries is None else plain[0], plain[-1], out, gates, expert_indices, kept, copy
 
 
 @operator("switchhead::project_inputs_backward")
@@ -96,7 +99,7 @@ def _project_inputs_backward(
     grad_values: Tensor,
     grad_gates: Tensor,
     tokens: Tensor,
-    queries: Tensor,
+    queries: Tensor | None,
     keys: Tensor,
     routers: Tensor,
     values: Tensor,
@@ -107,19 +110,25 @@ def _project_inputs_backward(
     kept: Tensor,
     out: Tensor,
     x_dtype: torch.dtype,
+    of_tokens: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of the tokens, if `of_tokens`, and of all weights; what has none is empty."""
     heads, experts, d_model, d = values.shape
     n_tokens, dtype = tokens.shape[0], tokens.dtype
+    plain = [(grad_keys, keys)] if queries is None else [(grad_queries, queries), (grad_keys, keys)]
+    weights = (*(weight for _, weight in plain), routers, values)
     if n_tokens == 0:
-        grads = [tensor.new_zeros(tensor.shape) for tensor in (queries, keys, routers, values)]
-        return tokens.new_zeros((0, d_model), dtype=x_dtype), grads[0], grads[1], grads[2], grads[3]
+        of_weights = [weight.new_zeros(weight.shape) for weight in weights]
+        return _five(tokens.new_zeros((0, d_model), dtype=x_dtype), of_weights)
     width = pad_to(d, ALIGN)
-    plain, inner, scores = heads * width, heads * experts * width, routers.shape[0] * experts
-    first, last = 2 * plain, 2 * plain + inner  # columns of the values' experts
+    inner, scores = heads * experts * width, routers.shape[0] * experts
+    first = len(plain) * heads * width  # columns of the values' experts
+    last = first + inner
     # Gradients of queries, keys, every expert's values, and scores; then the matrices that they go through.
     shape = (n_tokens, pad_to(last + scores, 2 * ALIGN))  # strides that Triton knows to be aligned
     grads = torch.empty(shape, dtype=dtype, device=tokens.device)
-    for column, grad in ((0, grad_queries), (plain, grad_keys)):
+    starts = range(0, first, heads * width)
+    for column, (grad, _) in zip(starts, plain, strict=True):
         rotate_heads(pad_width(grad, width), cos, sin, out=grads, first=column, back=True)
     by_values = spread_rows(
         grad_values, expert_indices[-1], gates[-1], grads, n_experts=experts, width=width, first=first,
@@ -127,19 +136,28 @@ def _project_inputs_backward(
     )  # fmt: skip
     assert by_values is not None
     _write_score_gradients(grad_gates, by_values, gates, expert_indices, grads, last, experts)
-    parts = [_aligned_heads(weight, d, width, tokens) for weight in (queries, keys)]
+    # Columns of experts side by side: turning them into matrices moves whole rows of d.
+    sums = sum_over_tokens(tokens, grads)[:d_model]  # [D, columns]
+    by_head = [sums[:, c : c + heads * width].unflatten(1, (heads, width))[..., :d].flatten(1).mT for c in starts]
+    by_expert = sums[:, first:last].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
+    by_router = sums[:, last : last + scores].mT.reshape(routers.shape)
+    of_weights = [
+        grad.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
+        for grad, weight in zip((*by_head, by_router, by_expert), weights, strict=True)
+    ]
+    if not of_tokens:
+        return _five(tokens.new_empty(0), of_weights)
+    parts = [_aligned_heads(weight, d, width, tokens) for _, weight in plain]
     parts.append(prepare_weight(values, dtype, narrow_in=False, blocks=(ALIGN, ALIGN)).flatten(0, 1))
     scored = routers.flatten(0, 1).to(dtype)
     parts.append(pad(scored, (0, tokens.shape[1] - d_model, 0, shape[1] - last - scores)))
-    # Columns of experts side by side: turning them into matrices moves whole rows of d.
-    sums = sum_over_tokens(tokens, grads)[:d_model]  # [D, columns]
-    by_head = [sums[:, c : c + plain].unflatten(1, (heads, width))[..., :d].flatten(1).mT for c in (0, plain)]
-    by_expert = sums[:, first:last].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
-    by_router = sums[:, last : last + scores].mT.reshape(routers.shape)
-    weights = ((by_head[0], queries), (by_head[1], keys), (by_router, routers), (by_expert, values))
-    of_weights = [grad.to(weight.dtype, memory_format=torch.contiguous_format, copy=True) for grad, weight in weights]
-    of_tokens = _token_gradients(grads, torch.cat(parts), d_model, x_dtype)
-    return of_tokens, of_weights[0], of_weights[1], of_weights[2], of_weights[3]
+    return _five(_token_gradients(grads, torch.cat(parts), d_model, x_dtype), of_weights)
+
+
+def _five(of_tokens: Tensor, of_weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    """Gradients of tokens, queries, keys, routers and values; empty for queries where there are none."""
+    *of_queries, of_keys, of_routers, of_values = of_weights
+    return of_tokens, of_queries[0] if of_queries else of_keys.new_empty(0), of_keys, of_routers, of_values
 
 
 def _aligned_heads(weight: Tensor, d: int, width: int, tokens: Tensor) -> Tensor:
@@ -168,7 +186,9 @@ def _differentiate(ctx, grad_queries, grad_keys, grad_values, grad_gates, *_unus
     gates, *_, out = ctx.saved_tensors[-4:]
     given = ((grad_queries, out), (grad_keys, out), (grad_values, out), (grad_gates, gates))
     grads = [like.new_zeros(like.shape) if grad is None else grad for grad, like in given]
-    return *_project_inputs_backward(*grads, *ctx.saved_tensors, ctx.x_dtype), *(None,) * 7
+    found = _project_inputs_backward(*grads, *ctx.saved_tensors, ctx.x_dtype, ctx.needs_input_grad[0])
+    wanted = ctx.needs_input_grad[: len(found)]
+    return *(grad if needs else None for grad, needs in zip(found, wanted, strict=True)), *(None,) * 7
 
 
 _project_inputs.register_autograd(_differentiate, setup_context=_setup_context)
