@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from switchhead.bench.routings import NAMES, steer, wanted_scores
@@ -89,7 +89,8 @@ def bench_layer(
 ) -> Iterator[LayerRow]:
     """Measure, a row at a time: causal, bfloat16 autocast over float32 parameters, `torch.compile` on all sides.
 
-    Needs a CUDA device. Rotary positions by default. All layers pad their widths to multiples of 8.
+    Needs a CUDA device. Rotary positions by default; with relative ones the layers see a memory as long as the
+    sequence, as in Transformer-XL's training. All layers pad their widths to multiples of 8.
     """
     device = cuda_device("layer")
     torch._dynamo.config.recompile_limit = 64
@@ -99,6 +100,7 @@ def bench_layer(
         for length in lengths or config.lengths:
             torch.manual_seed(0)
             x = torch.randn(tokens // length, length, config.d_model, device=device).requires_grad_()
+            memory = torch.randn_like(x, requires_grad=False) if positions == "relative" else None
             dense = MultiHeadAttention(
                 d_model=config.d_model, n_heads=config.dense_heads, d_head=config.dense_d_head, positions=positions
             )
@@ -110,8 +112,8 @@ def bench_layer(
                 d_model=config.d_model, n_heads=config.n_heads, d_head=config.d_head, n_experts=config.n_experts,
                 k=config.k, positions=positions,
             )  # fmt: skip
-            dense_cost, backend = _best_backend(dense.to(device), x, repeats)
-            gqa_cost, _ = _best_backend(gqa.to(device), x, repeats)
+            dense_cost, backend = _best_backend(dense.to(device), x, memory, repeats)
+            gqa_cost, _ = _best_backend(gqa.to(device), x, memory, repeats)
             ours = ours.to(device)
             ours.compile(fullgraph=True)
             costs = {}
@@ -121,21 +123,21 @@ def bench_layer(
                         routing, tokens, device, n_heads=config.n_heads, n_experts=config.n_experts, k=config.k
                     )
                 steered = steer(ours, x.detach().flatten(0, 1), scores[routing]).view_as(x)
-                costs[routing] = measure(ours, steered.requires_grad_(), repeats=repeats)
+                costs[routing] = measure(ours, steered.requires_grad_(), memory=memory, repeats=repeats)
             yield LayerRow(
                 layer=name, length=length, dense=dense_cost, dense_backend=backend, gqa=gqa_cost, switchhead=costs
             )
             torch.compiler.reset()
 
 
-def _best_backend(layer: nn.Module, x: torch.Tensor, repeats: int) -> tuple[Cost, str]:
+def _best_backend(layer: nn.Module, x: Tensor, memory: Tensor | None, repeats: int) -> tuple[Cost, str]:
     """The layer compiled with each fused SDPA backend; the fastest."""
     costs = {}
     for backend in (SDPBackend.CUDNN_ATTENTION, SDPBackend.FLASH_ATTENTION):
         torch.compiler.reset()
         layer.compile(fullgraph=True)
         with sdpa_kernel(backend):  # one that fails is an error: without it the baseline would be a weak one
-            costs[backend.name] = measure(layer, x, repeats=repeats)
+            costs[backend.name] = measure(layer, x, memory=memory, repeats=repeats)
     name = min(costs, key=lambda name: costs[name].graph_ms)
     return costs[name], name
 

@@ -28,13 +28,13 @@ def cuda_device(what: str) -> torch.device:
     return torch.device("cuda")
 
 
-def measure(layer: nn.Module, x: Tensor, *, repeats: int = 30) -> Cost:
-    """Cost of `layer(x)` and its backward under bfloat16 autocast."""
+def measure(layer: nn.Module, x: Tensor, *, memory: Tensor | None = None, repeats: int = 30) -> Cost:
+    """Cost of `layer(x, memory=memory)` and its backward under bfloat16 autocast."""
     cotangent = torch.randn_like(x, dtype=torch.bfloat16)
 
     def step() -> None:
         with torch.autocast("cuda", dtype=torch.bfloat16):
-            y = layer(x)
+            y = layer(x, memory=memory)
         y.backward(cotangent)
 
     def clear() -> None:
@@ -44,7 +44,7 @@ def measure(layer: nn.Module, x: Tensor, *, repeats: int = 30) -> Cost:
     for _ in range(5):
         step()
         clear()
-    saved, peak = _memory(layer, x, cotangent)
+    saved, peak = _memory(layer, x, memory, cotangent)
     clear()
     return Cost(_median_ms(step, clear, repeats), graph_ms(step, clear=clear, repeats=repeats), saved, peak)
 
@@ -88,9 +88,10 @@ def graph_ms(
     return _median_ms(graph.replay, between, repeats)
 
 
-def _memory(layer: nn.Module, x: Tensor, cotangent: Tensor) -> tuple[float, float]:
+def _memory(layer: nn.Module, x: Tensor, memory: Tensor | None, cotangent: Tensor) -> tuple[float, float]:
     """MiB kept for backward beyond parameters and input (distinct storages), and peak of forward + backward."""
-    own = {tensor.untyped_storage().data_ptr() for tensor in (x, *layer.parameters())}
+    inputs = (x,) if memory is None else (x, memory)
+    own = {tensor.untyped_storage().data_ptr() for tensor in (*inputs, *layer.parameters())}
     storages: dict[int, int] = {}
 
     def pack(tensor: Tensor) -> Tensor:
@@ -104,7 +105,7 @@ def _memory(layer: nn.Module, x: Tensor, cotangent: Tensor) -> tuple[float, floa
     torch.cuda.reset_peak_memory_stats()
     hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor)
     with hooks, torch.autocast("cuda", dtype=torch.bfloat16):
-        y = layer(x)
+        y = layer(x, memory=memory)
     saved = sum(storages.values())
     y.backward(cotangent)
     return saved / 2**20, (torch.cuda.max_memory_allocated() - before) / 2**20
