@@ -1,6 +1,7 @@
 """Whole-model figures against the real model on the CPU."""
 
 import contextlib
+import dataclasses
 import functools
 
 import pytest
@@ -9,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from switchhead.accounting import model_resources
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
+from switchhead.recipes import get_recipe
 
 T, B = 128, 4
 SIZES = {"vocab_size": 500, "hidden_size": 64, "num_hidden_layers": 2, "head_dim": 16, "num_attention_heads": 4}
@@ -39,7 +41,8 @@ KINDS = {
 
 @functools.cache
 def predicted(kind, dtype="float32"):
-    return model_resources(SwitchHeadConfig(**SIZES | KINDS[kind]), chunk_length=T, batch_size=B, dtype=dtype)
+    config = SwitchHeadConfig(**SIZES | KINDS[kind])
+    return model_resources(config, chunk_length=T, batch_size=B, dtype=dtype, device="cpu")
 
 
 def real_step(config, dtype="float32"):
@@ -87,6 +90,35 @@ def test_peak_memory_is_what_the_allocator_measures(kind, dtype):
     peak = resources.peak_bytes - resources.parameter_bytes - resources.optimizer_bytes
     assert peak == pytest.approx(measured_peak(forward), rel=0.1)
     assert resources.activation_bytes < peak
+
+
+# Bytes at the peak of forward and backward on one NVIDIA H200, torch 2.11, by `python benchmarks/memory.py`: batch 16,
+# the recipe's own length, bfloat16.
+MEASURED_ON_A_GPU = {
+    "c4-45m-switchhead-rope": 3_898_874_368,
+    "c4-45m-dense-rope": 4_425_570_304,
+    "c4-244m-switchhead-rope": 16_822_776_832,
+}
+
+
+@pytest.mark.parametrize("name", MEASURED_ON_A_GPU)
+def test_peak_memory_is_what_a_gpu_measured(name):
+    recipe = get_recipe(name)
+    shape = {"chunk_length": recipe.training.chunk_length, "batch_size": 16, "dtype": "bfloat16"}
+    model = dataclasses.replace(recipe.model, max_position_embeddings=shape["chunk_length"])
+    assert model_resources(model, **shape).peak_bytes == pytest.approx(MEASURED_ON_A_GPU[name], rel=0.1)
+
+
+@pytest.mark.parametrize(
+    ("kind", "at_most"),  # XL: no attention matrix on a GPU; moa has dropout, of which it keeps a byte a number
+    [("dense", 1.0), ("switchhead with memory", 0.7), ("moa", 0.9), ("switchall", 1.01), ("modern", 1.0)],
+)
+def test_a_gpu_keeps_no_more_than_a_cpu(kind, at_most):
+    config = SwitchHeadConfig(**SIZES | KINDS[kind])
+    gpu, cpu = (model_resources(config, chunk_length=T, batch_size=B, device=d) for d in ("cuda", "cpu"))
+    assert gpu.activation_bytes <= at_most * cpu.activation_bytes
+    same = dataclasses.replace(gpu, device="cpu", activation_bytes=cpu.activation_bytes, peak_bytes=cpu.peak_bytes)
+    assert same == cpu
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -146,5 +178,7 @@ def test_bad_arguments_are_named():
     config = SwitchHeadConfig(**SIZES)
     with pytest.raises(ValueError, match="unknown dtype 'float8'; choose one of float32, bfloat16, float16"):
         model_resources(config, chunk_length=T, dtype="float8")  # type: ignore[arg-type]
+    with pytest.raises(ValueError, match="unknown device 'tpu'; choose one of cuda, cpu"):
+        model_resources(config, chunk_length=T, device="tpu")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match="batch_size must be at least 1; got 0"):
         model_resources(config, chunk_length=T, batch_size=0)

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from switchhead.accounting.attention import attention_cost
 from switchhead.accounting.cost import CONVENTIONS, Convention, Cost
 from switchhead.accounting.feed_forward import feed_forward_cost
-from switchhead.accounting.model import Dtype, ModelResources, model_resources
+from switchhead.accounting.model import Device, Dtype, ModelResources, model_resources
 
 if TYPE_CHECKING:
     from switchhead.hf import SwitchHeadConfig
@@ -41,6 +41,7 @@ def cost_by_length(
     lengths: Sequence[int],
     batch_size: int = 1,
     dtype: Dtype = "float32",
+    device: Device = "cuda",
 ) -> list[LengthCost]:
     """Costs at every length; a Transformer-XL's memory grows with it, so that it stays as many chunks.
 
@@ -49,7 +50,7 @@ def cost_by_length(
         chunk_length: tokens of a sequence that `config.memory_length` belongs to.
         lengths: tokens of a sequence instead.
         batch_size: sequences in a step.
-        dtype: of the computation, see `model_resources`.
+        dtype, device: see `model_resources`.
 
     Raises:
         ValueError: a length or batch size below 1.
@@ -63,7 +64,7 @@ def cost_by_length(
         for name in CONVENTIONS:
             attention[name] = attention_cost(resized, chunk_length=length, convention=name)
             feed_forward[name] = feed_forward_cost(resized, chunk_length=length, convention=name)
-        model = model_resources(resized, chunk_length=length, batch_size=batch_size, dtype=dtype)
+        model = model_resources(resized, chunk_length=length, batch_size=batch_size, dtype=dtype, device=device)
         costs.append(LengthCost(chunk_length=length, attention=attention, feed_forward=feed_forward, model=model))
     return costs
 

@@ -1,21 +1,23 @@
 """What PyTorch does when a module runs: operations, numbers kept, bytes alive. Nothing is computed and no memory used.
 
-The modules are the real ones, with tensors that have a shape and a device but no contents. Of the experts those at work
-count, as the grouped kernels compute them; attention is what a CPU runs, where only relative positions hold whole
-attention matrices.
+The modules are the real ones, with tensors that have a shape but no contents. Operations are those of PyTorch code on a
+CPU, of the experts at work alone; memory is that of a CPU too, or of a GPU, with its kernels and fused dropout.
 """
 
 from __future__ import annotations
 
+import inspect
 import weakref
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.nn import functional as F
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +25,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from switchhead.accounting.cost import Cost
 from switchhead.hf import SwitchHeadForCausalLM
 from switchhead.hf.kinds import ATTENTION, FEED_FORWARD
+from switchhead.ops.availability import as_on_a_gpu
 
 if TYPE_CHECKING:
     from switchhead.hf import SwitchHeadConfig
@@ -33,7 +36,8 @@ class Trace:
     """One forward and backward pass.
 
     Attributes:
-        forward_flops: floating-point operations of matrix products, two for a multiply-accumulate.
+        forward_flops: floating-point operations of matrix products, two for a multiply-accumulate, that PyTorch runs;
+            those of this package's GPU kernels are not among them.
         backward_flops: the same of the backward pass.
         kept_bytes: memory of what the forward pass leaves for the backward pass, parameters not counted.
         peak_bytes: the most memory in use at a time, gradients included, parameters not.
@@ -46,7 +50,12 @@ class Trace:
 
 
 def trace_model(
-    config: SwitchHeadConfig, *, chunk_length: int, batch_size: int = 1, dtype: torch.dtype = torch.float32
+    config: SwitchHeadConfig,
+    *,
+    chunk_length: int,
+    batch_size: int = 1,
+    dtype: torch.dtype = torch.float32,
+    gpu: bool = False,
 ) -> Trace:
     """A training step of the language model on `[batch_size, chunk_length]` tokens, behind a full memory.
 
@@ -55,9 +64,13 @@ def trace_model(
         chunk_length: tokens of a sequence.
         batch_size: sequences.
         dtype: float32, or one that autocast computes in.
+        gpu: trace what runs on a CUDA device, whose kernels count as one operation each, instead of a CPU.
     """
     autocast = nullcontext() if dtype == torch.float32 else torch.autocast("cpu", dtype)
-    with _without_contents(lambda: SwitchHeadForCausalLM(config)) as model:
+    with _without_contents(lambda: SwitchHeadForCausalLM(config), gpu=gpu) as model, ExitStack() as stack:
+        if gpu:
+            stack.enter_context(as_on_a_gpu())
+            stack.enter_context(_FusedDropout())
         kept = _Kept(model)
         with _LiveBytes() as live:
             with autocast, _flop_counter() as forward, kept:
@@ -107,12 +120,12 @@ def _forward_cost(build: Callable[[], nn.Module], run: Callable[[nn.Module], Ten
 
 
 @contextmanager
-def _without_contents(build: Callable[[], nn.Module]) -> Iterator[nn.Module]:
+def _without_contents(build: Callable[[], nn.Module], *, gpu: bool = False) -> Iterator[nn.Module]:
     """A module whose tensors have no contents, like all that are made meanwhile."""
     with torch.device("meta"):
         module = build()
     for part in module.modules():
-        if hasattr(part, "backend"):
+        if hasattr(part, "backend") and not gpu:
             part.backend = "grouped"  # pyright: ignore[reportArgumentType] (any module may have one)
     with FakeTensorMode():
         module._apply(lambda t: torch.empty(t.shape, dtype=t.dtype))
@@ -136,6 +149,19 @@ class _Kept(torch.autograd.graph.saved_tensors_hooks):
             self.bytes += storage.nbytes()
             self.numbers += storage.nbytes() // tensor.element_size()
         return tensor
+
+
+class _FusedDropout(TorchFunctionMode):
+    """Dropout as on a GPU: one operator, which keeps a byte a number where a CPU keeps factors."""
+
+    def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None):
+        if func is F.dropout:
+            given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))
+            given.apply_defaults()
+            x, p, training, _ = given.arguments.values()
+            if training and p > 0:
+                return torch.native_dropout(x, p, training)[0]
+        return func(*args, **(kwargs or {}))
 
 
 class _LiveBytes(TorchDispatchMode):

@@ -27,6 +27,7 @@ def resources(
     lengths: Annotated[str | None, tyro.conf.arg(metavar="N,N,...", help_behavior_hint="")] = None,
     batch_size: int = 1,
     dtype: Chosen[Literal["float32", "bfloat16", "float16"] | None] = None,
+    device: Literal["cuda", "cpu"] = "cuda",
     plot: Chosen[Path | None] = None,
     as_json: Json = False,
 ) -> None:
@@ -37,6 +38,7 @@ def resources(
         lengths: tokens of a sequence; otherwise the recipe's own.
         batch_size: sequences in a training step.
         dtype: of the computation; otherwise the recipe's own.
+        device: whose memory is counted; none is needed.
         plot: draw how cost grows with the length, beside the dense twin, into this image file; otherwise no plot.
     """
     from switchhead.accounting import cost_by_length, plot_growth
@@ -63,6 +65,7 @@ def resources(
                     lengths=[chosen.training.chunk_length] if lengths is None else _numbers(lengths),
                     batch_size=batch_size,
                     dtype=dtype or chosen.training.dtype,
+                    device=device,
                 )
         if plot is not None:
             plot_growth(curves, plot)

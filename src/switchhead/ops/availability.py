@@ -1,12 +1,12 @@
-"""Whether the Triton kernels can run on a device, and the one warning where a GPU has to do without them."""
+"""Whether a device is a GPU that runs the Triton kernels, and the one warning where a GPU has to do without them."""
 
 from __future__ import annotations
 
 import importlib.util
 import os
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any, TypeVar
 
 import torch
@@ -18,6 +18,7 @@ os.environ.setdefault(STATIC_LAUNCH, "1")
 
 Function = TypeVar("Function", bound=Callable[..., Any])
 _warned: set[int] = set()
+_all_are_gpus = False
 
 
 def _constant_under_compile(function: Function) -> Function:
@@ -26,12 +27,30 @@ def _constant_under_compile(function: Function) -> Function:
     return function
 
 
+@contextmanager
+def as_on_a_gpu() -> Iterator[None]:
+    """All devices count as GPUs: tensors without contents take the paths of a CUDA device, to account for them."""
+    global _all_are_gpus
+    _all_are_gpus = True
+    try:
+        yield
+    finally:
+        _all_are_gpus = False
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Whether this is a CUDA device."""
+    return device.type == "cuda" or _all_are_gpus
+
+
 def triton_obstacle(device: torch.device, dtype: torch.dtype) -> str | None:
     """Why the kernels cannot run on tensors of this device and dtype; None where they can."""
     if dtype == torch.float64:
         return "the kernels compute in float32, bfloat16 or float16, not float64"
     if device.type == "cuda":
         return _machine_obstacle(device.index or 0)
+    if _all_are_gpus:
+        return None if importlib.util.find_spec("triton") else "triton is not installed"
     return None if device.type == "cpu" and _interpreted() else f"the kernels need a CUDA device, not {device.type}"
 
 

@@ -7,7 +7,7 @@ from jaxtyping import Bool, Float
 from torch import Tensor
 from torch.nn import functional as F
 
-from switchhead.ops.availability import require_triton, triton_obstacle
+from switchhead.ops.availability import is_gpu, require_triton, triton_obstacle
 from switchhead.ops.dtypes import cast_together, compute_dtype, without_autocast
 from switchhead.ops.moe_linear import Backend, moe_linear
 from switchhead.ops.rotary import rotate
@@ -70,7 +70,7 @@ def project_inputs(
         require_triton(x.device, widest)
     fused = backend == "triton" or (
         backend == "auto"
-        and x.is_cuda
+        and is_gpu(x.device)
         and values.shape[1] <= _ONE_OPERATOR_RATIO * k
         and triton_obstacle(x.device, widest) is None
     )

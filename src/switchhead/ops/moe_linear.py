@@ -9,7 +9,7 @@ from jaxtyping import Float
 from torch import Tensor
 
 from switchhead.ops import gated, grouped, reference
-from switchhead.ops.availability import require_triton, triton_obstacle
+from switchhead.ops.availability import is_gpu, require_triton, triton_obstacle
 from switchhead.ops.dtypes import compute_dtype, without_autocast
 from switchhead.routing import Routing
 
@@ -78,7 +78,7 @@ def moe_linear(
 def choose_backend(x: Tensor, weight: Tensor, routing: Routing) -> Choice:
     """The backend that `backend="auto"` runs for these operands, and why. Depends on device, dtype and shape only."""
     ratio = routing.n_experts / routing.k
-    if x.device.type == "cuda":
+    if is_gpu(x.device):
         obstacle = triton_obstacle(x.device, compute_dtype(x, weight))
         if obstacle is None:
             return Choice("triton", "a CUDA device that runs the kernels")

@@ -60,7 +60,7 @@ def relative_attention(
     q, k, v, r = cast_together(q, k, v, r)
     obstacle = triton_obstacle(q, k) if attn_mask is None else "the kernels take no attn_mask"
     if backend == "auto":
-        backend = "triton" if q.is_cuda and obstacle is None else "reference"
+        backend = "triton" if availability.is_gpu(q.device) and obstacle is None else "reference"
     if backend not in ("reference", "triton"):
         raise ValueError(f"backend={backend!r} is unknown; use 'auto', 'reference' or 'triton'")
     if backend == "triton" and obstacle is not None:

@@ -6,12 +6,12 @@ import torch
 from jaxtyping import Float
 from torch import Tensor
 
-from switchhead.ops.availability import triton_obstacle
+from switchhead.ops.availability import is_gpu, triton_obstacle
 
 
 def rotary_table(positions: Tensor, half: int, base: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """`cos` and `sin` of `position * base ** (-i / half)`, `[..., T, half]`."""
-    if positions.is_cuda and dtype == torch.float32 and triton_obstacle(positions.device, dtype) is None:
+    if is_gpu(positions.device) and dtype == torch.float32 and triton_obstacle(positions.device, dtype) is None:
         from switchhead.ops.triton.rotary import rotary_table as run
 
         return run(positions, half, base)

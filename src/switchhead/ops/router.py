@@ -9,7 +9,7 @@ import torch
 from jaxtyping import Bool, Float
 from torch import Tensor
 
-from switchhead.ops.availability import require_triton, triton_obstacle
+from switchhead.ops.availability import is_gpu, require_triton, triton_obstacle
 from switchhead.ops.dtypes import at_least_float32, without_autocast
 from switchhead.routing import Routing
 
@@ -61,7 +61,7 @@ def route(
     dtype = torch.promote_types(x.dtype, weight.dtype)
     if backend == "triton":
         require_triton(x.device, dtype)
-    elif backend == "auto" and x.is_cuda and triton_obstacle(x.device, dtype) is None:
+    elif backend == "auto" and is_gpu(x.device) and triton_obstacle(x.device, dtype) is None:
         backend = "triton"
     activation = "sigmoid" if gating == "sigmoid" else "softmax"
     if backend == "triton":

@@ -9,10 +9,12 @@ from jaxtyping import Float
 from torch import Tensor
 from torch.nn import functional as F
 
+from switchhead.ops.availability import is_gpu
+
 
 def aligned_width(width: int, device: torch.device) -> int:
     """On a GPU the next multiple of 8, else the width itself."""
-    return -(-width // 8) * 8 if device.type == "cuda" else width
+    return -(-width // 8) * 8 if is_gpu(device) else width
 
 
 def pad_width(t: Float[Tensor, "*batch width"], width: int) -> Float[Tensor, "*batch padded"]:

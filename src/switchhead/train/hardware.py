@@ -49,7 +49,7 @@ def peak_tokens_per_second(
     peak = peak_flops(device, dtype)
     if peak is None:
         return None
-    resources = model_resources(model, chunk_length=chunk_length)
+    resources = model_resources(model, chunk_length=chunk_length, device="cpu")
     return peak / (resources.forward_flops + resources.backward_flops)
 
 
