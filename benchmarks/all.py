@@ -32,6 +32,10 @@ def python(*arguments: str) -> list[str]:
     return [sys.executable, *arguments]
 
 
+def pytest(*arguments: str) -> list[str]:
+    return python("-m", "pytest", "-v", "--tb=short", "-p", "no:benchmark", *arguments)  # it warns beside xdist
+
+
 def switchhead(*arguments: str) -> list[str]:
     return python("-m", "switchhead", *arguments)
 
@@ -42,13 +46,13 @@ def bench_layer(*layers: str, positions: str = "rotary", passes: bool = False) -
 
 
 STEPS = (
-    Step("tests of operators", 240, [python("-m", "pytest", "-v", "--tb=short", "-n", "8", "tests/ops")]),
+    Step("tests of operators", 240, [pytest("-n", "15", "tests/ops")]),
     Step("layer 1.3b", 180, [bench_layer("1.3b")]),
     Step("layer 262m-h2", 120, [bench_layer("262m-h2")]),
     Step("layers with relative positions", 150, [bench_layer("262m", "47m", positions="relative")]),
     Step("kernels' errors", 300, [python("benchmarks/kernels/check.py", str(part), "6") for part in range(6)]),
     Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
-    Step("tests on a GPU", 240, [python("-m", "pytest", "-v", "--tb=short", "-n", "4", "-m", "gpu", "tests")]),
+    Step("tests on a GPU", 240, [pytest("-n", "4", "-m", "gpu", "tests")]),
     Step("training step", 120, [switchhead("bench", "step", "c4-262m-switchhead", "--compile", "on")]),
     Step("memory", 120, [python("benchmarks/memory.py")]),
     Step("relative attention", 60, [python("benchmarks/attention/relative.py")]),

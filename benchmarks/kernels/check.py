@@ -106,7 +106,9 @@ def check(case: dict, *, pooled: bool = False, repeats: int = 1) -> bool:
     expected, plain = run(plain_backend, torch.float64), run(plain_backend, dtype)
     found = run(module.moe_linear, dtype)
     errors = [(relative_error(a, c), relative_error(b, c)) for a, b, c in zip(found, plain, expected, strict=True)]
-    good = all(ours <= 2 * theirs + 1e-7 for ours, theirs in errors)
+    # Of a few numbers PyTorch's may come out right by chance: there some roundings of float32 are allowed.
+    luck = [5e-7 if t.numel() < 8 else 1e-7 for t in expected]
+    good = all(ours <= 2 * theirs + more for (ours, theirs), more in zip(errors, luck, strict=True))
     for _ in range(repeats):
         good &= all(torch.equal(a, b) for a, b in zip(found, run(module.moe_linear, dtype), strict=True))
     listed = "  ".join(f"{ours:.1e} ({theirs:.1e})" for ours, theirs in errors)

@@ -23,8 +23,8 @@ class SwitchHeadModelOutput(BaseModelOutputWithPast):
     Attributes:
         memory: for each layer the last `config.memory_length` hidden states before it, `[B, M, D]`, without gradient;
             None where the model keeps no memory or used a cache.
-        router_logits: scores `[B, tokens, heads, experts]` of every router for the tokens of this call, in the order of
-            the layers and in each layer destination before source before feed-forward; with `output_router_logits=True`.
+        router_logits: with `output_router_logits=True`, scores `[B, T, heads, experts]` of every router for this call's
+            tokens, in the order of the layers and in each layer destination before source before feed-forward.
         aux_loss: auxiliary losses, each times its weight in the configuration, summed over layers; in training, where a
             weight is not 0.
         aux_losses: with them, each loss without its weight, the mean of the layers, by its name.

@@ -64,7 +64,9 @@ def assert_accurate(tensors, mask, dtype, **options):
     fused = run(tensors, mask, dtype, backend="triton", **options)
     for name, expected in exact.items():
         error, allowed = relative_error(fused[name], expected), relative_error(plain[name], expected)
-        luck = torch.finfo(dtype).eps if name == "scale" else 1e-5  # one number may come out right by chance
+        luck = 1e-5
+        if name == "scale":  # one number, summed over all scores: plain PyTorch's may come out right by chance
+            luck = torch.finfo(dtype).eps + 3 * torch.finfo(torch.float32).eps
         assert error <= 2 * allowed + luck, name
 
 
