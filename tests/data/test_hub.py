@@ -8,6 +8,7 @@ import urllib.error
 import urllib.request
 import zipfile
 
+import datasets
 import huggingface_hub
 import numpy as np
 import pyarrow as pa
@@ -138,6 +139,30 @@ def test_the_hubs_files_are_read_by_the_same_code_at_one_revision(c4, tmp_path, 
     asked.clear()
     assert len(documents(open_repository(REPOSITORIES["c4"], revision="older"))) == 1200
     assert {revision for *_, revision in asked} == {"older"}
+
+
+def test_any_data_set_of_the_hub_is_read_at_one_revision(tmp_path, monkeypatch):
+    asked = []
+
+    def dataset_info(self, repo_id, *, revision=None):
+        return DatasetInfo(id=repo_id, sha=revision or "newest", siblings=[], tags=[])
+
+    def get_dataset_split_names(name, config, *, revision):
+        asked.append((name, config, revision))
+        return ["train"]
+
+    def load_dataset(name, config, *, split, revision, streaming):
+        asked.append((name, config, revision))
+        return [{"body": f"{revision} {split} {n}"} for n in range(3)]
+
+    monkeypatch.setattr(huggingface_hub.HfApi, "dataset_info", dataset_info)
+    monkeypatch.setattr(datasets, "get_dataset_split_names", get_dataset_split_names)
+    monkeypatch.setattr(datasets, "load_dataset", load_dataset)
+    settings = Settings(source="hf:some/set/part#body", tokenizer="bytes", held_out=0)
+    assert prepare(settings, tmp_path / "out").manifest["revision"] == "newest"
+    assert set(asked) == {("some/set", "part", "newest")}
+    older = open_source("hf:some/set/part#body", revision="older")  # as after a kill
+    assert documents(older) == [f"older train {n}" for n in range(3)]
 
 
 @pytest.mark.parametrize("name", REPOSITORIES)

@@ -103,8 +103,12 @@ def open_repository(repository: Repository, *, copy: Path | None = None, revisio
     return Source(splits=splits, revision=revision)
 
 
-def open_dataset(rest: str) -> Source:
+def open_dataset(rest: str, *, revision: str | None = None) -> Source:
     """What follows `hf:`, streamed through `datasets`: NAME/CONFIG#column, NAME#column, or a local directory.
+
+    Args:
+        rest: the data set and its column.
+        revision: commit to read; default: the newest. A local directory has none.
 
     Raises:
         DataError: it cannot be found, or has no split "train".
@@ -117,10 +121,13 @@ def open_dataset(rest: str) -> Source:
         name, config = path.rsplit("/", 1)
     try:
         import datasets
+        from huggingface_hub import HfApi
     except ImportError as error:
         raise DataError(f"reading hf:{rest} needs datasets: pip install 'switchhead[data]'") from error
     try:
-        found = datasets.get_dataset_split_names(name, config)
+        if not Path(name).is_dir():
+            revision = HfApi().dataset_info(name, revision=revision).sha
+        found = datasets.get_dataset_split_names(name, config, revision=revision)
     except Exception as error:  # what `datasets` raises depends on where it fails
         if Path(name).is_dir():
             raise DataError(f"{name} is no data set that `datasets` can read: {_reason(error)}") from error
@@ -128,13 +135,14 @@ def open_dataset(rest: str) -> Source:
     splits = [split for split in ("train", "validation", "test") if split in found]
     if "train" not in splits:
         raise DataError(f'hf:{rest} has no split "train" (it has: {", ".join(map(str, found))})')
-    return Source(splits={s: [Part(f"{path} {s}", partial(_read_dataset, name, config, s, column))] for s in splits})
+    read = partial(_read_dataset, name, config, column, revision)
+    return Source(splits={s: [Part(f"{path} {s}", partial(read, s))] for s in splits}, revision=revision)
 
 
-def _read_dataset(name: str, config: str | None, split: str, column: str) -> Iterator[str]:
+def _read_dataset(name: str, config: str | None, column: str, revision: str | None, split: str) -> Iterator[str]:
     from datasets import load_dataset
 
-    for number, row in enumerate(load_dataset(name, config, split=split, streaming=True)):
+    for number, row in enumerate(load_dataset(name, config, split=split, revision=revision, streaming=True)):
         text = row.get(column)
         if not isinstance(text, str):
             raise DataError(f"{name}, {split}, row {number} has no text column {column!r} (it has: {', '.join(row)})")
