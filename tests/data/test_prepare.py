@@ -80,6 +80,7 @@ class TestSplits:
         (tmp_path / "a.txt").write_text("one document")
         with pytest.raises(DataError, match=r"no document of text:.* has come out for validation: .* hold out 0"):
             prepare(settings(f"text:{tmp_path}/a.txt", held_out=None), tmp_path / "out")
+        assert not list((tmp_path / "out").iterdir())  # known before any work, which other settings could not use
 
 
 @pytest.mark.parametrize("changes", [{}, {"shuffle": 0}, {"held_out": None}, {"tokenizer": None}])

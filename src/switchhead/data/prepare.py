@@ -147,7 +147,7 @@ def open_source(spec: str, *, copy: Path | None = None, revision: str | None = N
     if copy is not None:
         raise DataError(f"a copy can be read of {', '.join(hub.REPOSITORIES)} and enwik8, not of {spec}")
     if spec.startswith("hf:"):
-        return hub.open_dataset(spec.removeprefix("hf:"))
+        return hub.open_dataset(spec.removeprefix("hf:"), revision=revision)
     try:
         return open_files(spec)
     except DataError as error:
@@ -163,6 +163,9 @@ def _prepare_documents(work: _Work, copy: Path | None, processes: int) -> None:
     passes = _passes(settings, source)
     split_of = _splitter(settings, held_out="validation" not in passes)
     if manifest is None:
+        if "validation" not in passes and settings.held_out != 0:
+            work.progress(Progress(doing="looking for text to hold out"))
+            _require_held_out(settings, passes["train"], split_of)
         work.progress(Progress(doing="making the tokenizer"))
         manifest = work.begin(_make_vocabulary(settings, passes["train"], split_of), source.revision)
     writer = Writer(work.out, manifest, vocabulary_of(work.out, manifest), settings.shard_tokens)
@@ -292,22 +295,39 @@ def _sample(parts: Sequence[Part]) -> Iterator[str]:
             return
 
 
+def _require_held_out(settings: Settings, parts: Sequence[Part], split_of: Callable[[str], str]) -> None:
+    """Raise a `DataError`, before there is any work to lose, where no document of a source is held out."""
+    empty = True
+    for text in (text for part in parts for text in part.read() if text):
+        if split_of(text) == "validation":
+            return
+        empty = False
+    raise _no_text(settings) if empty else _no_validation(settings)
+
+
 def _require_splits(settings: Settings, writer: Writer) -> None:
     """Raise a `DataError` where a split has come out empty or shorter than was asked for."""
     tokens = writer.tokens_of("train")
     if not tokens:
-        raise DataError(f"{settings.source} holds no text")
+        raise _no_text(settings)
     if settings.limit_tokens is not None and tokens < settings.limit_tokens:
         raise DataError(
             f"{settings.source} has {tokens:,} training tokens, fewer than limit_tokens = {settings.limit_tokens:,}: "
             "prepare it without a limit, into another directory"
         )
     if settings.held_out != 0 and not writer.tokens_of("validation"):
-        raise DataError(
-            f"no document of {settings.source} has come out for validation: into another directory, hold out a larger "
-            "part, give validation text (--valid), or hold out 0 (--held-out 0: training then sets the end of the text "
-            "aside)"
-        )
+        raise _no_validation(settings)
+
+
+def _no_text(settings: Settings) -> DataError:
+    return DataError(f"{settings.source} holds no text")
+
+
+def _no_validation(settings: Settings) -> DataError:
+    return DataError(
+        f"no document of {settings.source} has come out for validation: hold out a larger part, give validation text "
+        "(--valid), or hold out 0 (--held-out 0: training then sets the end of the text aside)"
+    )
 
 
 def _begun(out: Path, settings: Settings) -> dict[str, Any] | None:
