@@ -1,7 +1,9 @@
 import json
+import time
 
 import pytest
 import torch
+from huggingface_hub import HfApi
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
@@ -9,7 +11,7 @@ from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from switchhead.data import load_tokens
 from switchhead.errors import RunError
-from switchhead.eval import evaluate, generate, load_language_model, score_tokens
+from switchhead.eval import evaluate, generate, language_model, load_language_model, score_tokens
 from switchhead.recipes import get_recipe
 from switchhead.train import train
 
@@ -94,9 +96,29 @@ def test_a_saved_model_without_its_tokenizer_says_what_to_add(tmp_path):
         load_language_model(tmp_path)
 
 
-def test_a_name_on_the_hub_without_a_network_is_an_error_of_one_line():
+def test_a_name_on_the_hub_without_a_network_is_an_error_of_one_line_at_once(monkeypatch):
+    def model_info(self, name, *, timeout):
+        raise ConnectionError("no network\nat all")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    started = time.monotonic()
     with pytest.raises(
         RunError, match="cannot load model 'nobody/nothing': no directory of that name is here, and on the hub: "
     ) as error:
         load_language_model("nobody/nothing")
-    assert "\n" not in str(error.value)
+    assert str(error.value).endswith("on the hub: no network")
+    assert time.monotonic() - started < 10  # `from_pretrained` would try again for longer
+
+
+def test_a_model_that_was_fetched_before_needs_no_network(monkeypatch):
+    def model_info(self, name, *, timeout):
+        raise ConnectionError("no network")
+
+    def from_pretrained(name, **settings):
+        raise OSError("its kept files are read")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(language_model, "try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
+    monkeypatch.setattr(language_model.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    with pytest.raises(RunError, match="its kept files are read"):
+        load_language_model("nobody/nothing")

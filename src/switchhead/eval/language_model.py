@@ -9,6 +9,7 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
+from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from switchhead.data import Vocabulary, load_tokenizer, load_vocabulary
@@ -69,12 +70,12 @@ def load_language_model(name: str | Path, device: str = "auto") -> LanguageModel
         raise RunError(f"{path} is not a run directory or a saved model: it has no config.json")
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
         raise RunError(f"{path} does not exist: expected a run directory, a saved model, or a name on the hub")
+    if not path.exists():
+        _require_on_hub(str(name))
     try:
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype=torch.float32, use_safetensors=True)
     except (OSError, ValueError) as error:
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        where = "" if path.exists() else "no directory of that name is here, and on the hub: "
-        raise RunError(f"cannot load model {str(name)!r}: {where}{reason}") from error
+        raise _unloadable(name, error) from error
     vocabulary = _find_vocabulary(path, str(name))
     if vocabulary.size > model.config.vocab_size:  # fewer are usual: embeddings are padded to round numbers
         raise RunError(
@@ -83,6 +84,21 @@ def load_language_model(name: str | Path, device: str = "auto") -> LanguageModel
         )
     model.to(choose_device(device)).eval()  # pyright: ignore[reportArgumentType] (transformers hides the signature)
     return LanguageModel(name=str(name), model=model, vocabulary=vocabulary)
+
+
+def _require_on_hub(name: str) -> None:
+    """Ask once whether the hub has a model, unless it was fetched before: to load one asks for half a minute."""
+    try:
+        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
+            HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the network's, the hub's, or the library's own kind
+        raise _unloadable(name, error) from error
+
+
+def _unloadable(name: str | Path, error: Exception) -> RunError:
+    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+    where = "" if Path(name).exists() else "no directory of that name is here, and on the hub: "
+    return RunError(f"cannot load model {str(name)!r}: {where}{reason}")
 
 
 def _is_run(path: Path) -> bool:
