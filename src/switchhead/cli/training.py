@@ -45,6 +45,8 @@ class TrainingSettings:
     """of the computation; bfloat16 and float16 are autocast over float32 weights, float16 with loss scaling."""
     compile: OfRecipe[Literal["on", "off"] | None] = None
     """run the model through torch.compile."""
+    cuda_graphs: OfRecipe[Literal["on", "off"] | None] = None
+    """replay forward and backward of a step as a CUDA graph."""
     loss_chunk_length: OfRecipe[int | None] = None
     """positions whose scores over the vocabulary exist at once."""
     mask_documents: OfRecipe[Literal["on", "off"] | None] = None
@@ -67,7 +69,7 @@ class TrainingSettings:
             UsageError: a value that does not fit.
         """
         changes = {name: value for name, value in vars(self).items() if value is not None}
-        for name in ("compile", "mask_documents"):
+        for name in ("compile", "cuda_graphs", "mask_documents"):
             if name in changes:
                 changes[name] = changes[name] == "on"
         if self.grad_clip == "off":

@@ -26,6 +26,8 @@ class TrainingConfig:
         seed: of initial weights, dropout and the order of windows.
         dtype: "float32", or "bfloat16" or "float16" for autocast over float32 parameters; float16 scales the loss.
         compile: run training steps through `torch.compile`.
+        cuda_graphs: record forward and backward of a step as a CUDA graph and replay it, in a process without others on
+            a CUDA device.
         micro_batch_size: sequences that a rank runs at once, gradients being summed over them; None: all that it has.
         loss_chunk_length: positions whose scores over the vocabulary exist at once; None: all.
         mask_documents: documents that share a window do not see each other (models without memory).
@@ -50,6 +52,7 @@ class TrainingConfig:
     seed: int = 0
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
     compile: bool = False
+    cuda_graphs: bool = False
     micro_batch_size: int | None = None
     loss_chunk_length: int | None = None
     mask_documents: bool = False

@@ -94,7 +94,7 @@ def train(
 
     Raises:
         DataError: the text cannot be read or is too short.
-        RunError: `out` holds something else, or `device` does not exist.
+        RunError: `out` holds something else, or `device` does not exist or has no CUDA graphs.
         CheckpointError: no checkpoint in `out` can be used, or one cannot be saved; earlier ones survive.
         TrainingError: the loss is not finite, the GPU's memory does not suffice, or another process was lost.
     """
@@ -129,7 +129,7 @@ def train(
             raise TrainingError(
                 f"the GPU's memory does not suffice at step {trainer.step + 1} ({str(error).split('. ')[0]}): set a "
                 f"smaller micro_batch_size (now {training.micro_batch_size or training.batch_size}), a "
-                "loss_chunk_length, or dtype bfloat16"
+                f"loss_chunk_length, {'cuda_graphs False, ' * training.cuda_graphs}or dtype bfloat16"
             ) from error
 
 

@@ -7,16 +7,16 @@ import functools
 import logging
 import math
 import time
-from collections.abc import Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn import functional as F
 
 from switchhead.data import Batches
-from switchhead.errors import TrainingError
+from switchhead.errors import RunError, TrainingError
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
 from switchhead.nn import Router
 from switchhead.ops import document_boundaries
@@ -24,8 +24,10 @@ from switchhead.runs import Checkpoint, load_model, model_tensors
 from switchhead.train.config import TrainingConfig
 from switchhead.train.diagnosis import first_nonfinite_gradient, first_nonfinite_module
 from switchhead.train.distributed import ALONE, Parallel, Parallelism, World, sharded_like, whole, whole_on_first
+from switchhead.train.graphs import ReplayedPasses, graph_obstacle, record_cuda_graph
 from switchhead.train.loss_scale import LossScale
 from switchhead.train.optimizer import load_optimizer, make_optimizer, optimizer_tensors
+from switchhead.train.passes import Memory, Passes
 from switchhead.train.schedule import learning_rate_at
 from switchhead.train.usage import ExpertUsage, measure_usage
 
@@ -66,6 +68,9 @@ class Trainer:
         device: of this rank.
         world: the ranks; each runs its share of every batch.
         parallel: how they share the model.
+
+    Raises:
+        RunError: `training.cuda_graphs` where there are none.
     """
 
     def __init__(
@@ -77,6 +82,8 @@ class Trainer:
         world: World = ALONE,
         parallel: Parallel = "ddp",
     ) -> None:
+        if training.cuda_graphs and (obstacle := graph_obstacle(device)):
+            raise RunError(f"cuda_graphs is True, but {obstacle}: set it to False (--cuda-graphs off)")
         torch.manual_seed(training.seed)
         self.training, self.batches, self.device, self.world = training, batches, device, world
         self.model = SwitchHeadForCausalLM(model)
@@ -84,20 +91,22 @@ class Trainer:
         self.parallelism = Parallelism(self.model, world, parallel, compile=training.compile)
         self.optimizer = make_optimizer(self.model, training)
         self.loss_scale = LossScale.of(training.dtype)
+        half = torch.float16 if training.dtype == "float16" else torch.bfloat16
+        self.autocast = functools.partial(torch.autocast, device.type, half, enabled=training.dtype != "float32")
+        self.passes: Callable[..., Any] = Passes(self.parallelism, world.size, self.autocast)
+        if training.cuda_graphs:
+            record = functools.partial(record_cuda_graph, device=device)
+            self.passes = ReplayedPasses(self.passes, self.model.parameters(), record)
         self.step = 0
         self.next_batch = 0
         self.n_nonfinite = 0
         self._rows = world.share(batches.batch_size)
         self._parts = _split(batches.batch_size, training.micro_batch_size or batches.batch_size, world)
-        self.memory: list[tuple[Tensor, ...] | None] = [None] * len(self._parts)  # of every micro-batch
+        self.memory: list[Memory] = [None] * len(self._parts)  # of every micro-batch
         self._loaded: tuple[int, list[_MicroBatch]] | None = None
+        self._n_boundaries = 0
         if world.rank:  # rank 0 draws what a process on its own would
             torch.manual_seed(training.seed + 1_000_003 * world.rank)
-
-    def autocast(self) -> AbstractContextManager:
-        """The precision the model runs in."""
-        dtype = torch.float16 if self.training.dtype == "float16" else torch.bfloat16
-        return torch.autocast(self.device.type, dtype, enabled=self.training.dtype != "float32")
 
     def train_step(self) -> StepMetrics:
         """One optimizer step on the next batch.
@@ -108,22 +117,14 @@ class Trainer:
         start = time.perf_counter()
         random = self._random_state()
         batch = self._take(self.next_batch)
+        parts = [(part.arguments, part.share, memory) for part, memory in zip(batch, self.memory, strict=True)]
+        scale = torch.full((), self.loss_scale.scale, device=self.device)
         self.optimizer.zero_grad()
-        losses, auxiliary, memory = [], [], []
-        for index, part in enumerate(batch):
-            with self.parallelism.synchronised(last=index == len(batch) - 1):
-                with self.autocast():
-                    output = self.parallelism.forward(**part.arguments, memory=self.memory[index])
-                # Gradients become means over ranks, where the loss is a sum of shares.
-                (output.loss * (part.share * self.world.size * self.loss_scale.scale)).backward()
-            losses.append(_cross_entropy(output) * part.share)
-            auxiliary.append({name: value.detach() * part.share for name, value in (output.aux_losses or {}).items()})
-            memory.append(output.memory if part.share else None)
+        batch_loss, auxiliary, memory = self.passes(parts, scale)
         norm = self._unscaled_norm()
         self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
-        names = list(auxiliary[0])
-        sums = [_sum(losses), norm, *(_sum([part[name] for part in auxiliary]) for name in names)]
-        loss, norm_value, *others = torch.stack(sums).tolist()  # the only wait for the device
+        measured = torch.stack([batch_loss, norm, *auxiliary.values()])
+        loss, norm_value, *others = measured.tolist()  # the only wait for the device
         loss, *others = self.world.sum([loss, *others])
         finite = math.isfinite(loss) and math.isfinite(norm_value)
         overflowed = math.isfinite(loss) and self.loss_scale.overflowed(finite=finite)
@@ -147,7 +148,7 @@ class Trainer:
             learning_rate=learning_rate,
             gradient_norm=norm_value,
             seconds=time.perf_counter() - start,
-            auxiliary_losses=dict(zip(names, others, strict=True)),
+            auxiliary_losses=dict(zip(auxiliary, others, strict=True)),
             loss_scale=used_scale,
             skipped=not finite,
         )
@@ -227,11 +228,18 @@ class Trainer:
             arguments: dict[str, Any] = {"input_ids": rows.inputs, "shift_labels": rows.targets}
             if rows.position_ids is not None:
                 arguments["position_ids"] = rows.position_ids
-                arguments["cu_seqlens"] = document_boundaries(rows.position_ids)
+                arguments["cu_seqlens"] = self._of_steady_number(document_boundaries(rows.position_ids))
             arguments = {name: self._to_device(value) for name, value in arguments.items()}
             arguments["loss_chunk_length"] = self.training.loss_chunk_length
             loaded.append(_MicroBatch(arguments, len(rows) / self.batches.batch_size if part else 0.0))
         return loaded
+
+    def _of_steady_number(self, boundaries: Tensor) -> Tensor:
+        """Boundaries with documents of no tokens behind them, up to a power of two: recorded shapes must not vary."""
+        if not self.training.cuda_graphs:
+            return boundaries
+        self._n_boundaries = max(self._n_boundaries, 1 << (len(boundaries) - 1).bit_length())
+        return F.pad(boundaries, (0, self._n_boundaries - len(boundaries)), value=boundaries[-1].item())
 
     def _to_device(self, tensor: Tensor) -> Tensor:
         if self.device.type == "cuda":  # from pinned memory the host need not wait for the copy
@@ -321,15 +329,6 @@ def _split(batch_size: int, size: int, world: World) -> list[slice | None]:
     """Micro-batches of this rank's rows: as many as the rank with most rows has, None where it has none left."""
     most, mine = (len(World(rank, world.size).share(batch_size)) for rank in (0, world.rank))
     return [slice(start, min(start + size, mine)) if start < mine else None for start in range(0, most, size)]
-
-
-def _cross_entropy(output: Any) -> Tensor:
-    loss = output.loss.detach()
-    return loss if output.aux_loss is None else loss - output.aux_loss.detach()
-
-
-def _sum(values: Sequence[Tensor]) -> Tensor:
-    return torch.stack(tuple(values)).sum()
 
 
 def _to_text(state: Tensor) -> str:
