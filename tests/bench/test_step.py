@@ -35,6 +35,19 @@ def test_the_command_compares_a_recipe_with_its_dense_twin(capsys):
     assert all(row["batch_size"] == 1 and row["chunk_length"] == 8 for row in rows)
 
 
+def test_the_command_replays_steps_where_there_are_cuda_graphs(capsys):
+    command = ["bench", "step", "tiny-switchhead", "--steps", "1", "--batch-size", "1", "--chunk-length", "8"]
+    assert cli.main([*command, "--device", "cpu", "--cuda-graphs", "on"]) == 1
+    assert "cuda_graphs is True, but training on cpu has no CUDA graphs" in capsys.readouterr().err
+
+
+@pytest.mark.gpu
+def test_replayed_steps_are_measured():
+    models = [small(name, dtype="bfloat16", cuda_graphs=True) for name in ("tiny-switchhead", "tiny-dense")]
+    rows = list(bench_steps(models, torch.device("cuda"), steps=3))
+    assert all(row.ms > 0 and row.peak_bytes for row in rows)
+
+
 def test_a_recipe_without_a_twin_asks_for_one(capsys):
     assert cli.main(["bench", "step", "tiny-dense"]) == 2
     assert "tiny-dense names no twin: give one with --twin RECIPE" in capsys.readouterr().err

@@ -63,7 +63,8 @@ def bench_steps(
         models: names, models and how they are trained.
         device: of this rank.
         steps: that are timed.
-        warmup: steps before, with which compilation and the memory of Transformer-XL are done.
+        warmup: steps before, with which compilation, the memory of Transformer-XL and the recording of CUDA graphs are
+            done.
         world: the ranks that train together.
         parallel: how they share the model.
     """

@@ -76,6 +76,8 @@ class Step:
     """of the computation; otherwise the recipe's."""
     compile: Chosen[Literal["on", "off"] | None] = None
     """whether through torch.compile; otherwise as the recipe says."""
+    cuda_graphs: Chosen[Literal["on", "off"] | None] = None
+    """whether by replaying CUDA graphs; otherwise as the recipe says."""
     device: Device = "auto"
     as_json: Json = False
 
@@ -89,8 +91,9 @@ class Step:
         recipes = [find_recipe(self.recipe), find_recipe(self._twin())]
         settings = {name: getattr(self, name) for name in ("batch_size", "chunk_length", "dtype")}
         changes = {name: value for name, value in settings.items() if value is not None}
-        if self.compile is not None:
-            changes["compile"] = self.compile == "on"
+        for name in ("compile", "cuda_graphs"):
+            if (choice := getattr(self, name)) is not None:
+                changes[name] = choice == "on"
         with arguments_of_the_user():
             models = [(recipe.name, recipe.model, recipe.with_training(**changes).training) for recipe in recipes]
         rows = list(bench_steps(models, choose_device(self.device), steps=self.steps))
