@@ -2,6 +2,7 @@ from pydoc_data.topics import topics
 
 import numpy as np
 import pytest
+from huggingface_hub import HfApi
 from sentencepiece import SentencePieceProcessor
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from tokenizers.trainers import BpeTrainer
@@ -166,6 +167,21 @@ def test_a_slow_tokenizer_is_refused():
 def test_a_missing_tokenizer_is_one_error(tmp_path):
     with pytest.raises(DataError, match=f"cannot load tokenizer '{tmp_path}'"):
         load_tokenizer(tmp_path)
+
+
+def test_a_name_on_the_hub_without_a_network_is_one_error_at_once(monkeypatch):
+    def model_info(self, name, *, timeout):
+        raise ConnectionError("no network\nat all")
+
+    def from_pretrained(name):
+        pytest.fail("asks the hub again, for half a minute")
+
+    monkeypatch.setattr(HfApi, "model_info", model_info)
+    monkeypatch.setattr(AutoTokenizer, "from_pretrained", from_pretrained)
+    with pytest.raises(
+        DataError, match=r"cannot load tokenizer 'nobody/nothing': no directory .* on the hub: no network$"
+    ):
+        load_tokenizer("nobody/nothing")
 
 
 def test_a_tokenizer_that_was_changed_or_lost_is_refused(vocabulary, tmp_path):

@@ -1,17 +1,18 @@
 import json
 import time
 
+import huggingface_hub
 import pytest
 import torch
 from huggingface_hub import HfApi
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel
 from tokenizers.pre_tokenizers import Whitespace
-from transformers import GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from switchhead.data import load_tokens
 from switchhead.errors import RunError
-from switchhead.eval import evaluate, generate, language_model, load_language_model, score_tokens
+from switchhead.eval import evaluate, generate, load_language_model, score_tokens
 from switchhead.recipes import get_recipe
 from switchhead.train import train
 
@@ -118,7 +119,7 @@ def test_a_model_that_was_fetched_before_needs_no_network(monkeypatch):
         raise OSError("its kept files are read")
 
     monkeypatch.setattr(HfApi, "model_info", model_info)
-    monkeypatch.setattr(language_model, "try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
-    monkeypatch.setattr(language_model.AutoModelForCausalLM, "from_pretrained", from_pretrained)
+    monkeypatch.setattr(huggingface_hub, "try_to_load_from_cache", lambda name, file: f"/cache/{name}/{file}")
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", from_pretrained)
     with pytest.raises(RunError, match="its kept files are read"):
         load_language_model("nobody/nothing")

@@ -15,6 +15,7 @@ from switchhead.data.sources import Part, Source, read_jsonl, read_parquet
 from switchhead.errors import DataError
 
 _BLANK = " \n"  # a line of WikiText
+_KEPT = ("config.json", "tokenizer.json")  # what there is of a model, or of a tokenizer alone, that was fetched
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -137,6 +138,23 @@ def open_dataset(rest: str, *, revision: str | None = None) -> Source:
         raise DataError(f'hf:{rest} has no split "train" (it has: {", ".join(map(str, found))})')
     read = partial(_read_dataset, name, config, column, revision)
     return Source(splits={s: [Part(f"{path} {s}", partial(read, s))] for s in splits}, revision=revision)
+
+
+def require_model(name: str) -> None:
+    """Ask the hub once whether it has a model or tokenizer, unless it was fetched before.
+
+    What loads one asks for half a minute, where nobody answers.
+
+    Raises:
+        OSError: it has none of that name, or cannot be reached.
+    """
+    from huggingface_hub import HfApi, try_to_load_from_cache
+
+    try:
+        if not any(isinstance(try_to_load_from_cache(name, file), str) for file in _KEPT):
+            HfApi().model_info(name, timeout=10)
+    except Exception as error:  # of the network's, the hub's, or the library's own kind
+        raise OSError(f"no directory of that name is here, and on the hub: {_reason(error)}") from error
 
 
 def _read_dataset(name: str, config: str | None, column: str, revision: str | None, split: str) -> Iterator[str]:

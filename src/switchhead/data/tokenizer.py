@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
+from switchhead.data.hub import require_model
 from switchhead.data.vocabulary import Tokens, documents_of, dtype_of, write_vocabulary
 from switchhead.errors import DataError, RunError
 
@@ -152,6 +153,8 @@ def load_tokenizer(source: str | Path) -> TokenizerVocabulary:
     from transformers import AutoTokenizer
 
     try:
+        if not Path(source).exists():
+            require_model(str(source))
         tokenizer = AutoTokenizer.from_pretrained(str(source))
     except (OSError, ValueError, KeyError) as error:
         reason = " ".join(str(error).split()) or type(error).__name__

@@ -9,10 +9,10 @@ from functools import cached_property
 from pathlib import Path
 
 import torch
-from huggingface_hub import HfApi, try_to_load_from_cache
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 from switchhead.data import Vocabulary, load_tokenizer, load_vocabulary
+from switchhead.data.hub import require_model
 from switchhead.errors import RunError
 from switchhead.runs import choose_device, load_run
 
@@ -70,12 +70,13 @@ def load_language_model(name: str | Path, device: str = "auto") -> LanguageModel
         raise RunError(f"{path} is not a run directory or a saved model: it has no config.json")
     if not path.exists() and (path.is_absolute() or str(name).startswith(".") or str(name).count("/") > 1):
         raise RunError(f"{path} does not exist: expected a run directory, a saved model, or a name on the hub")
-    if not path.exists():
-        _require_on_hub(str(name))
     try:
+        if not path.exists():
+            require_model(str(name))
         model = AutoModelForCausalLM.from_pretrained(str(name), dtype=torch.float32, use_safetensors=True)
     except (OSError, ValueError) as error:
-        raise _unloadable(name, error) from error
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise RunError(f"cannot load model {str(name)!r}: {reason}") from error
     vocabulary = _find_vocabulary(path, str(name))
     if vocabulary.size > model.config.vocab_size:  # fewer are usual: embeddings are padded to round numbers
         raise RunError(
@@ -84,21 +85,6 @@ def load_language_model(name: str | Path, device: str = "auto") -> LanguageModel
         )
     model.to(choose_device(device)).eval()  # pyright: ignore[reportArgumentType] (transformers hides the signature)
     return LanguageModel(name=str(name), model=model, vocabulary=vocabulary)
-
-
-def _require_on_hub(name: str) -> None:
-    """Ask once whether the hub has a model, unless it was fetched before: to load one asks for half a minute."""
-    try:
-        if not isinstance(try_to_load_from_cache(name, "config.json"), str):
-            HfApi().model_info(name, timeout=10)
-    except Exception as error:  # of the network's, the hub's, or the library's own kind
-        raise _unloadable(name, error) from error
-
-
-def _unloadable(name: str | Path, error: Exception) -> RunError:
-    reason = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-    where = "" if Path(name).exists() else "no directory of that name is here, and on the hub: "
-    return RunError(f"cannot load model {str(name)!r}: {where}{reason}")
 
 
 def _is_run(path: Path) -> bool:
