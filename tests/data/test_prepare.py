@@ -82,6 +82,14 @@ class TestSplits:
             prepare(settings(f"text:{tmp_path}/a.txt", held_out=None), tmp_path / "out")
         assert not list((tmp_path / "out").iterdir())  # known before any work, which other settings could not use
 
+    @pytest.mark.parametrize("name", ["valid", "test"])
+    def test_text_that_is_given_and_empty_is_named_before_any_work(self, jsonl, tmp_path, name):
+        (tmp_path / "empty.txt").write_text("")
+        given = {"held_out": None, name: f"text:{tmp_path}/empty.txt"}
+        with pytest.raises(DataError, match=r"text:.*empty\.txt holds no text"):
+            prepare(settings(jsonl, **given), tmp_path / "out")
+        assert not list((tmp_path / "out").iterdir())
+
 
 @pytest.mark.parametrize("changes", [{}, {"shuffle": 0}, {"held_out": None}, {"tokenizer": None}])
 def test_a_source_without_text_is_an_error(tmp_path, changes):

@@ -10,7 +10,7 @@ import contextlib
 import fcntl
 import hashlib
 import os
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -163,9 +163,8 @@ def _prepare_documents(work: _Work, copy: Path | None, processes: int) -> None:
     passes = _passes(settings, source)
     split_of = _splitter(settings, held_out="validation" not in passes)
     if manifest is None:
-        if "validation" not in passes and settings.held_out != 0:
-            work.progress(Progress(doing="looking for text to hold out"))
-            _require_held_out(settings, passes["train"], split_of)
+        work.progress(Progress(doing="looking for text for validation"))
+        _require_text(settings, passes, split_of)
         work.progress(Progress(doing="making the tokenizer"))
         manifest = work.begin(_make_vocabulary(settings, passes["train"], split_of), source.revision)
     writer = Writer(work.out, manifest, vocabulary_of(work.out, manifest), settings.shard_tokens)
@@ -295,21 +294,25 @@ def _sample(parts: Sequence[Part]) -> Iterator[str]:
             return
 
 
-def _require_held_out(settings: Settings, parts: Sequence[Part], split_of: Callable[[str], str]) -> None:
-    """Raise a `DataError`, before there is any work to lose, where no document of a source is held out."""
-    empty = True
-    for text in (text for part in parts for text in part.read() if text):
-        if split_of(text) == "validation":
-            return
-        empty = False
-    raise _no_text(settings) if empty else _no_validation(settings)
+def _require_text(settings: Settings, passes: Mapping[str, Sequence[Part]], split_of: Callable[[str], str]) -> None:
+    """Raise a `DataError`, before there is any work to lose, where a text for validation or test is empty."""
+    for name, given in (("validation", settings.valid), ("test", settings.test)):
+        if given is not None and not any(text for part in passes[name] for text in part.read()):
+            raise _no_text(given)
+    if "validation" not in passes and settings.held_out != 0:
+        splits = (split_of(text) for part in passes["train"] for text in part.read() if text)
+        first = next(splits, None)
+        if first is None:
+            raise _no_text(settings.source)
+        if first != "validation" and "validation" not in splits:  # which reads no further than that
+            raise _no_validation(settings)
 
 
 def _require_splits(settings: Settings, writer: Writer) -> None:
     """Raise a `DataError` where a split has come out empty or shorter than was asked for."""
     tokens = writer.tokens_of("train")
     if not tokens:
-        raise _no_text(settings)
+        raise _no_text(settings.source)
     if settings.limit_tokens is not None and tokens < settings.limit_tokens:
         raise DataError(
             f"{settings.source} has {tokens:,} training tokens, fewer than limit_tokens = {settings.limit_tokens:,}: "
@@ -319,8 +322,8 @@ def _require_splits(settings: Settings, writer: Writer) -> None:
         raise _no_validation(settings)
 
 
-def _no_text(settings: Settings) -> DataError:
-    return DataError(f"{settings.source} holds no text")
+def _no_text(source: str) -> DataError:
+    return DataError(f"{source} holds no text")
 
 
 def _no_validation(settings: Settings) -> DataError:
