@@ -139,9 +139,9 @@ def test_tasks_run_in_order_with_every_form_that_there_is_data_for(model, tmp_pa
 @pytest.mark.parametrize(
     ("stem", "change", "message"),
     [
-        ("blimp", {"sentence_bad": None}, "has no text field 'sentence_bad'"),
-        ("blimp", {"sentence_good": "  "}, "has no text field 'sentence_good'"),
-        ("lambada_test", {"text": 3}, "has no text field 'text'"),
+        ("blimp", {"sentence_bad": None}, "field 'sentence_bad' is no text, or an empty one: null"),
+        ("blimp", {"sentence_good": "  "}, "field 'sentence_good' is no text, or an empty one: \"  \""),
+        ("lambada_test", {"text": 3}, "field 'text' is no text, or an empty one: 3"),
         ("lambada_test", {"text": "alone"}, "one word only"),
         ("cbt_cn", {"options": []}, "'options' is no list of texts, or an empty one"),
         ("cbt_cn", {"options": ["cat", ""]}, "'options' has an empty text, number 2 of 2"),
@@ -160,6 +160,18 @@ def test_a_faulty_example_is_named_by_file_and_line(model, tmp_path, stem, chang
     write(tmp_path / f"{stem}.jsonl", record, "", {**record, **change})
     with pytest.raises(DataError, match=rf"{stem}\.jsonl:3:? .*{message}|{stem}\.jsonl:3 {message}"):
         evaluate(model, task_data=tmp_path)
+
+
+def test_a_missing_field_is_named_with_those_that_are_there(model, tmp_path):
+    write(tmp_path / "blimp.jsonl", PAIR, {"sentence_good": "a", "field": "f"})
+    with pytest.raises(DataError, match=r"blimp\.jsonl:2 has no field 'sentence_bad' \(it has: field, sentence_good\)"):
+        evaluate_blimp(model, task_data=tmp_path)
+
+
+def test_a_line_that_is_not_utf8_is_named(model, tmp_path):
+    (tmp_path / "blimp.jsonl").write_bytes(json.dumps(PAIR).encode() + b"\n\xff\xfe\n")
+    with pytest.raises(DataError, match=r"blimp\.jsonl:2 is not UTF-8"):
+        evaluate_blimp(model, task_data=tmp_path)
 
 
 @pytest.mark.parametrize(("line", "message"), [("{", "is not JSON"), ("[1]", "is list, not an object")])

@@ -30,10 +30,13 @@ class Record:
         Raises:
             DataError: it has none of them, or something else there.
         """
-        value = next((self.fields[name] for name in names if name in self.fields), None)
-        if not isinstance(value, str) or not value.strip():
+        name = next((name for name in names if name in self.fields), None)
+        if name is None:
             known = ", ".join(sorted(self.fields)) or "nothing"
-            raise DataError(f"{self.place} has no text field {' or '.join(map(repr, names))} (it has: {known})")
+            raise DataError(f"{self.place} has no field {' or '.join(map(repr, names))} (it has: {known})")
+        value = self.fields[name]
+        if not isinstance(value, str) or not value.strip():
+            raise DataError(f"{self.place}: field {name!r} is no text, or an empty one: {json.dumps(value)[:40]}")
         return self._whole(value)
 
     def texts(self, name: str) -> list[str]:
@@ -146,7 +149,9 @@ def _from_files(files: Sequence[Path]) -> Iterator[Record]:
                 continue
             place = f"{file}:{number}"
             try:
-                fields = json.loads(line)
+                fields = json.loads(line.decode())
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place} is not UTF-8: convert it to UTF-8") from error
             except ValueError as error:
                 raise DataError(f"{place} is not JSON: {error}") from error
             if not isinstance(fields, dict):
