@@ -46,6 +46,8 @@ def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_p
 
     text = printed(capsys, "resources", "tiny-dense", "--lengths", "32", "--dtype", "bfloat16")
     assert "857,345" in text
+    assert "peak are those of a GPU" in text
+    assert "peak are those of a CPU" in printed(capsys, "resources", "tiny-dense", "--lengths", "8", "--device", "cpu")
     assert text.count("tiny-dense") == 3  # a dense model is its own twin
 
 
@@ -54,6 +56,8 @@ def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_p
     [
         ([], "name a recipe"),
         (["tiny-dense", "--paper"], "leave out the recipe, or --paper"),
+        (["--paper", "--lengths", "64"], "--paper counts each model as the paper does: it goes with --json alone"),
+        (["--paper", "--device", "cpu"], "--paper counts each model as the paper does: it goes with --json alone"),
         (["tiny-dens"], "did you mean tiny-dense"),
         (["tiny-dense", "--lengths", "1k"], "--lengths '1k' is not a list of numbers like 256,1024"),
         (["tiny-dense", "--lengths", "0"], "chunk_length must be at least 1; got 0"),

@@ -48,6 +48,8 @@ def resources(
         raise UsageError("--paper counts all of the paper's recipes: leave out the recipe, or --paper")
     if recipe is None and not paper:
         raise UsageError("name a recipe (`switchhead recipes` lists them), or give --paper")
+    if paper and (lengths, batch_size, dtype, device, plot) != (None, 1, None, "cuda", None):
+        raise UsageError("--paper counts each model as the paper does: it goes with --json alone")
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no directory {plot.parent}")
     if recipe is None:
@@ -69,7 +71,7 @@ def resources(
                 )
         if plot is not None:
             plot_growth(curves, plot)
-    _show_recipe(chosen, twin, curves, as_json=as_json)
+    _show_recipe(chosen, twin, curves, device=device, as_json=as_json)
 
 
 def _numbers(text: str) -> list[int]:
@@ -115,7 +117,9 @@ def _show_paper(*, as_json: bool) -> None:
     )
 
 
-def _show_recipe(recipe: Recipe, twin: Recipe, curves: Mapping[str, Sequence[LengthCost]], *, as_json: bool) -> None:
+def _show_recipe(
+    recipe: Recipe, twin: Recipe, curves: Mapping[str, Sequence[LengthCost]], *, device: str, as_json: bool
+) -> None:
     from switchhead.accounting import CONVENTIONS, count_parameters
 
     costs, twin_costs = curves[recipe.name], curves[twin.name]
@@ -171,9 +175,10 @@ def _show_recipe(recipe: Recipe, twin: Recipe, curves: Mapping[str, Sequence[Len
     ]
     print("\n" + table(header, lines, right_aligned=(0, *range(2, 9))))
     model = costs[0].model
+    machine = "a GPU" if device == "cuda" else "a CPU"
     print(
-        f"\nA training step of {model.batch_size} x the tokens in {model.dtype}, forward and backward, on a CPU.\n"
-        "On a GPU relative positions need less: their fused kernel keeps no attention matrices."
+        f"\nA training step of {model.batch_size} x the tokens in {model.dtype}, forward and backward.\n"
+        f"Activations and peak are those of {machine}, without the step of the optimizer."
     )
 
 
