@@ -181,3 +181,9 @@ def test_bad_constructor_arguments_are_named(options, message):
 def test_bad_input_is_named():
     with pytest.raises(ValueError, match=r"x must be \[..., d_model=10\]; got \(3, 9\)"):
         layer()(torch.randn(3, 9, dtype=torch.float64))
+
+
+@pytest.mark.parametrize("mask", [torch.zeros(2, dtype=torch.bool), torch.zeros(3)])
+def test_a_padding_mask_that_cannot_be_is_named(mask):
+    with pytest.raises(ValueError, match=r"padding_mask must be boolean \[3\]"):
+        layer()(torch.randn(3, 10, dtype=torch.float64), padding_mask=mask, return_aux=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import torch
 from jaxtyping import Bool, Float
 from torch import Tensor, nn
 from torch.nn import functional as F
@@ -88,6 +89,11 @@ class SigmaMoE(nn.Module):
         """
         if x.shape[-1] != self.d_model:
             raise ValueError(f"x must be [..., d_model={self.d_model}]; got {tuple(x.shape)}")
+        if padding_mask is not None and (padding_mask.dtype != torch.bool or padding_mask.shape != x.shape[:-1]):
+            raise ValueError(
+                f"padding_mask must be boolean {list(x.shape[:-1])} (one entry a token; True = padding); "
+                f"got {padding_mask.dtype} {tuple(padding_mask.shape)}"
+            )
         tokens = x.reshape(-1, self.d_model)  # [N, D]
         routing = self.router(tokens)
         hidden = F.relu(self.up_proj(tokens, routing))  # [N, 1, K, expert_size]
