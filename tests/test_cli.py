@@ -11,6 +11,8 @@ import switchhead
 from switchhead import cli
 from switchhead.cli.training import TrainingSettings
 from switchhead.errors import SwitchHeadError
+from switchhead.hf import SwitchHeadConfig
+from switchhead.recipes import get_recipe
 from switchhead.train import TrainingConfig
 
 TINY = ["--steps", "3", "--warmup-steps", "0", "--batch-size", "2"]
@@ -78,7 +80,26 @@ def test_one_recipe_is_shown_with_everything_it_sets(capsys):
     assert shown["model"]["num_experts_per_tok"] == 3
     assert shown["training"].keys() == {field.name for field in dataclasses.fields(TrainingConfig)}
     assert cli.main(["recipes", "c4-47m-switchhead"]) == 0
-    assert "num_experts_per_tok      3" in capsys.readouterr().out
+    assert re.search(r"num_experts_per_tok +3\n", capsys.readouterr().out)
+
+
+@pytest.mark.parametrize(
+    ("name", "unread", "read"),
+    [
+        (
+            "wikitext103-47m-moa-h4",
+            {"num_experts_per_tok", "rope_theta"},
+            {"gating", "cv_loss_weight"},
+        ),
+        ("c4-45m-dense-rope", {"gating", "num_experts", "expert_dropout"}, {"num_key_value_heads", "rope_theta"}),
+        ("c4-47m-switchall", {"intermediate_size", "rms_norm_eps"}, {"ffn_expert_size", "layer_norm_eps"}),
+    ],
+)
+def test_a_recipe_shows_no_field_that_its_kinds_do_not_read(capsys, name, unread, read):
+    model = printed_json(capsys, "recipes", name)["model"]
+    assert read <= model.keys()
+    assert not unread & model.keys()
+    assert SwitchHeadConfig(**model).to_dict() == get_recipe(name).model.to_dict()
 
 
 def test_a_trained_run_can_be_scored_and_continues_text(capsys, run, text):

@@ -1,3 +1,4 @@
+import inspect
 import typing
 
 import pytest
@@ -5,7 +6,7 @@ import torch
 
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
 from switchhead.hf.kinds import KINDS
-from switchhead.nn import Rotary
+from switchhead.nn import HeadGatedAttention, MoAAttention, Rotary, SwitchHeadAttention
 from tests.hf.models import SIGMA_MOE, VARIANTS, small_config, variant_config
 
 
@@ -102,6 +103,16 @@ def test_experts_of_switchhead_have_defaults_and_dense_attention_has_none():
     switchhead, dense = SwitchHeadConfig(), SwitchHeadConfig(attention="mha")
     assert (switchhead.num_experts, switchhead.num_experts_per_tok) == (5, 2)
     assert (dense.num_experts, dense.num_experts_per_tok) == (None, None)
+
+
+@pytest.mark.parametrize(
+    ("attention", "gating"), [("switchhead", "sigmoid"), ("head_gating", "sigmoid"), ("moa", "softmax")]
+)
+def test_gates_are_by_default_those_of_the_layer(attention, gating):
+    experts = {"num_experts": 4} if attention == "moa" else {}
+    config = SwitchHeadConfig(attention=attention, **experts)
+    layer = {"switchhead": SwitchHeadAttention, "moa": MoAAttention, "head_gating": HeadGatedAttention}[attention]
+    assert config.gating == inspect.signature(layer).parameters["gating"].default == gating
 
 
 def test_every_annotated_kind_can_be_built_and_no_other():

@@ -222,6 +222,14 @@ def test_changes_are_checked_like_the_configurations_themselves():
         recipe.with_training(steps=0)
 
 
+def test_another_kind_of_attention_comes_with_its_own_gating():
+    dense = get_recipe("tiny-dense")
+    moa = {"attention": "moa", "num_attention_heads": 2, "num_experts": 4}
+    assert dense.with_model(**moa).model.gating == "softmax"
+    assert dense.with_model(**moa, gating="sigmoid").model.gating == "sigmoid"
+    assert dense.with_model(**moa).with_model(attention="switchhead").model.gating == "sigmoid"
+
+
 def test_changes_leave_the_original_as_it_was():
     recipe = get_recipe("tiny-dense")
     changed = recipe.with_model(num_attention_heads=2).with_training(steps=700).on("elsewhere")

@@ -131,7 +131,7 @@ def _row(name: str, model: SwitchHeadConfig, target: Recipe, dense: dict[str, An
         "experts": model.num_experts,
         "k": model.num_experts_per_tok,
         "head_dim": model.head_dim,
-        "intermediate_size": model.intermediate_size,
+        "intermediate_size": None if "intermediate_size" in model.fields_without_effect else model.intermediate_size,
         "parameters": parameters,
         "parameter_deviation": parameters / dense["parameters"] - 1,
         **ratios,

@@ -55,7 +55,8 @@ def _summary(recipe: Recipe) -> dict[str, Any]:
 
 def _show_recipe(recipe: Recipe, *, as_json: bool) -> None:
     summary = _summary(recipe)
-    model = {name: getattr(recipe.model, name) for name in type(recipe.model).__annotations__}
+    unread = recipe.model.fields_without_effect
+    model = {name: getattr(recipe.model, name) for name in type(recipe.model).__annotations__ if name not in unread}
     training = dataclasses.asdict(recipe.training)
     if as_json:
         print_json({**summary, "model": model, "training": training})

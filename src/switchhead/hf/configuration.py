@@ -11,7 +11,6 @@ from transformers import GenerationConfig, PreTrainedConfig
 
 from switchhead.hf.kinds import KINDS
 
-# What transformers' own configuration accepts and stores without declaring it as a field.
 # Our layers' and the paper's names, which difflib does not lead to Hugging Face's.
 _OF_PAPER = {
     "d_model": "hidden_size",
@@ -22,6 +21,7 @@ _OF_PAPER = {
     "d_ff": "intermediate_size",
     "n_layers": "num_hidden_layers",
 }
+# What transformers' own configuration accepts and stores without declaring it as a field.
 _INHERITED = frozenset(
     {*PreTrainedConfig().to_dict(), *GenerationConfig().to_dict()}
     | {"attn_implementation", "experts_implementation", "name_or_path", "num_labels", "output_attentions"}
@@ -51,7 +51,7 @@ class SwitchHeadConfig(PreTrainedConfig):
         expert_projections: which of the projections q, k, v, o have experts.
         shared_selection: one router serves both the source and the destination side.
         gating: "sigmoid", or "softmax" over all experts (the paper's competitive ablation; MoA's own); of MoA also
-            "softmax_chosen" over the chosen ones.
+            "softmax_chosen" over the chosen ones. None: "softmax" for MoA, else "sigmoid".
         expert_dropout: probability that an attention expert may not be chosen by a token, in training.
         router_threshold: dynamic k: of the attention experts chosen, only those whose gate exceeds it are used; 0: all.
         expert_norm_init: bring SwitchHead's initial experts to one norm across the expert axis.
@@ -105,7 +105,7 @@ class SwitchHeadConfig(PreTrainedConfig):
     num_experts_per_tok: int | None = None
     expert_projections: str = "vo"
     shared_selection: bool = False
-    gating: Literal["sigmoid", "softmax", "softmax_chosen"] = "sigmoid"
+    gating: Literal["sigmoid", "softmax", "softmax_chosen"] | None = None
     expert_dropout: float = 0.0
     router_threshold: float = 0.0
     expert_norm_init: bool = False
@@ -146,6 +146,8 @@ class SwitchHeadConfig(PreTrainedConfig):
             self.num_experts = 5 if self.num_experts is None else self.num_experts
         if self.attention in ("switchhead", "head_gating"):
             self.num_experts_per_tok = 2 if self.num_experts_per_tok is None else self.num_experts_per_tok
+        if self.gating is None:
+            self.gating = "softmax" if self.attention == "moa" else "sigmoid"
         super().__post_init__(**kwargs)
         self.check()
 
@@ -163,6 +165,17 @@ class SwitchHeadConfig(PreTrainedConfig):
         """Weight of every auxiliary loss that the chosen kinds have, attention's before the feed-forward's."""
         names = [*KINDS["attention"][self.attention].losses, *KINDS["feed_forward"][self.feed_forward].losses]
         return {name: getattr(self, f"{name}_weight") for name in names}
+
+    @property
+    def fields_without_effect(self) -> dict[str, tuple[str, str]]:
+        """Fields that the chosen kinds do not read, each with a choice that reads it, `("attention", "moa")`."""
+        unread: dict[str, tuple[str, str]] = {}
+        for field, kinds in KINDS.items():
+            for kind in kinds:
+                for name in kinds[kind].fields:
+                    if name not in kinds[getattr(self, field)].fields:
+                        unread.setdefault(name, (field, kind))
+        return unread
 
     @property
     def sliding_window(self) -> int | None:
@@ -185,17 +198,13 @@ class SwitchHeadConfig(PreTrainedConfig):
     def _check_kinds(self) -> None:
         for field, kinds in KINDS.items():
             self._require(field, getattr(self, field) in kinds, f"one of {', '.join(map(repr, kinds))}")
-        defaults = {field.name: field.default for field in fields(self)}
-        for field, kinds in KINDS.items():
-            chosen = getattr(self, field)
-            for kind in kinds:
-                for name in kinds[kind].fields:
-                    if name in kinds[chosen].fields or getattr(self, name) == defaults[name]:
-                        continue
-                    raise ValueError(
-                        f"{name}={getattr(self, name)!r} has no effect with {field}={chosen!r}; "
-                        f"leave it out, or use {field}={kind!r}"
-                    )
+        defaults = {field.name: field.default for field in fields(self)} | {"gating": "sigmoid"}  # filled in
+        for name, (field, kind) in self.fields_without_effect.items():
+            if getattr(self, name) != defaults[name]:
+                raise ValueError(
+                    f"{name}={getattr(self, name)!r} has no effect with {field}={getattr(self, field)!r}; "
+                    f"leave it out, or use {field}={kind!r}"
+                )
 
     def _check_ranges(self) -> None:
         sizes = ["vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "head_dim"]

@@ -55,6 +55,7 @@ def _init_scale(config: SwitchHeadConfig) -> float:
 def _switchhead(config: SwitchHeadConfig) -> nn.Module:
     assert config.num_experts is not None
     assert config.num_experts_per_tok is not None
+    assert config.gating is not None
     return SwitchHeadAttention(
         d_model=config.hidden_size,
         n_heads=config.num_attention_heads,
@@ -87,6 +88,7 @@ def _multi_head(config: SwitchHeadConfig) -> nn.Module:
 
 def _moa(config: SwitchHeadConfig) -> nn.Module:
     assert config.num_experts is not None
+    assert config.gating is not None
     return MoAAttention(
         d_model=config.hidden_size,
         n_heads=config.num_attention_heads,
@@ -103,6 +105,7 @@ def _moa(config: SwitchHeadConfig) -> nn.Module:
 
 def _head_gating(config: SwitchHeadConfig) -> nn.Module:
     assert config.num_experts_per_tok is not None
+    assert config.gating is not None
     return HeadGatedAttention(
         d_model=config.hidden_size,
         n_heads=config.num_attention_heads,

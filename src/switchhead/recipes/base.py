@@ -33,9 +33,13 @@ class Recipe:
     def with_model(self, **changes: Any) -> Recipe:
         """The same recipe with other fields of `model`.
 
+        Another kind of attention comes with its own default `gating`, if none is given.
+
         Raises:
             ValueError: an unknown field, or a value that does not fit; see `SwitchHeadConfig`.
         """
+        if changes.get("attention", self.model.attention) != self.model.attention:
+            changes = {"gating": None} | changes
         return dataclasses.replace(self, model=dataclasses.replace(self.model, **changes))
 
     def with_training(self, **changes: Any) -> Recipe:

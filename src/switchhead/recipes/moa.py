@@ -69,7 +69,6 @@ def _moa(dense: Recipe, *, active_heads: int, n_experts: int, d_head: int) -> Re
         num_attention_heads=active_heads,
         num_experts=n_experts,
         head_dim=d_head,
-        gating="softmax",
         switch_loss_weight=0.01,
         router_z_loss_weight=0.001,
     )
