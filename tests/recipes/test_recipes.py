@@ -182,6 +182,8 @@ def test_sigma_moe_under_dense_attention_differs_from_switchall_in_attention_alo
     ("name", "dense"),
     [
         ("c4-262m-switchhead-aligned", "c4-262m-dense-aligned"),
+        ("wikitext103-47m-switchall-aligned", "wikitext103-47m-dense-aligned"),
+        ("c4-54m-switchhead-rope-mac-matched-aligned", "c4-45m-dense-rope-aligned"),
         ("modern-262m-gqa", "modern-262m-dense"),
         ("tiny-dense-h2", "tiny-dense"),
     ],
@@ -198,6 +200,13 @@ def test_every_model_of_the_paper_is_compared_with_the_dense_one_of_its_corpus_a
     for name, dense in twins.items():
         corpus, size, *_ = name.split("-")
         assert dense == f"{corpus}-{size}-dense{'-rope' if '-rope' in name else ''}"
+
+
+def test_every_recipe_has_a_dense_twin_of_its_corpus():
+    for name in recipe_names():
+        recipe, twin = get_recipe(name), dense_twin(get_recipe(name))
+        assert (twin.model.attention, twin.model.feed_forward != "sigma_moe") == ("mha", True), name
+        assert (twin.dataset, twin.name.endswith("-aligned")) == (recipe.dataset, name.endswith("-aligned")), name
 
 
 def test_a_model_without_a_dense_twin_is_refused():

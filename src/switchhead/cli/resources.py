@@ -56,9 +56,9 @@ def resources(
         _show_paper(as_json=as_json)
         return
     chosen = find_recipe(recipe)
-    twin = dense_twin(chosen)
     curves: dict[str, Sequence[LengthCost]] = {}
     with arguments_of_the_user():
+        twin = dense_twin(chosen)
         for counted in (chosen, twin):
             if counted.name not in curves:
                 curves[counted.name] = cost_by_length(

@@ -13,6 +13,8 @@ from typing import NamedTuple
 from switchhead.recipes.base import Recipe
 from switchhead.recipes.registry import get_recipe, register
 
+ALIGNED = "-aligned"  # how the names end
+
 
 class _Widths(NamedTuple):
     hidden_size: int
@@ -77,6 +79,6 @@ for _widths, _names in _ALIGNED.items():
     for _name in _names.split():
         register(
             partial(_aligned, _name, _widths),
-            name=f"{_name}-aligned",
+            name=_name + ALIGNED,
             note=f"{_name} in widths that are multiples of 16; d_ff of {64 if _widths[2] % 64 == 0 else 16}.",
         )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from switchhead.accounting import Convention, Cost, attention_cost, count_parameters
+from switchhead.recipes.aligned import ALIGNED
 from switchhead.recipes.base import Recipe
 from switchhead.recipes.published import PUBLISHED
 from switchhead.recipes.registry import get_recipe, recipe_names
@@ -63,9 +64,14 @@ def compare_with_paper() -> list[PaperRow]:
 def dense_twin(recipe: Recipe) -> Recipe:
     """The dense model that a recipe is compared with: of its corpus and size, with all the heads.
 
+    An aligned recipe's is the aligned twin of the original's, whatever width brought each to its size.
+
     Raises:
         ValueError: there is none among the recipes.
     """
+    original = recipe.name.removesuffix(ALIGNED)
+    if original != recipe.name:
+        return get_recipe(dense_twin(get_recipe(original)).name + ALIGNED)
     return _twin(recipe, _dense_recipes())
 
 
@@ -110,7 +116,7 @@ def _cost(recipe: Recipe, convention: Convention) -> Cost:
 
 
 def _dense_recipes() -> list[Recipe]:
-    recipes = map(get_recipe, recipe_names())
+    recipes = [get_recipe(name) for name in recipe_names() if not name.endswith(ALIGNED)]
     return [
         recipe for recipe in recipes if recipe.model.attention == "mha" and recipe.model.feed_forward != "sigma_moe"
     ]
@@ -125,5 +131,5 @@ def _twin(recipe: Recipe, dense: Sequence[Recipe]) -> Recipe:
 
 
 def _family(recipe: Recipe) -> tuple[object, ...]:
-    model, is_aligned = recipe.model, recipe.name.endswith("-aligned")
-    return recipe.dataset, model.hidden_size, model.num_hidden_layers, model.positions, model.norm, is_aligned
+    model = recipe.model
+    return recipe.dataset, model.hidden_size, model.num_hidden_layers, model.positions, model.norm
