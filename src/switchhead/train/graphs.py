@@ -89,7 +89,8 @@ def record_cuda_graph(run: Callable[[], Any], device: torch.device) -> tuple[Any
     Raises:
         TrainingError: it does what a graph cannot hold, like waiting for the device.
     """
-    with torch.cuda.device(device), torch.random.fork_rng([device]):
+    with torch.cuda.device(device):
+        random = torch.get_rng_state(), torch.cuda.get_rng_state(device)
         graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(device)
         stream.wait_stream(torch.cuda.current_stream(device))
         with torch.cuda.stream(stream):
@@ -98,9 +99,11 @@ def record_cuda_graph(run: Callable[[], Any], device: torch.device) -> tuple[Any
             try:
                 with torch.cuda.graph(graph, stream=stream):
                     outputs = run()
-            except RuntimeError as error:
+            except RuntimeError as error:  # which leaves no random state that could be set
                 raise _explained(error) from error
         torch.cuda.current_stream(device).wait_stream(stream)
+        torch.set_rng_state(random[0])
+        torch.cuda.set_rng_state(random[1], device)
     return outputs, graph.replay
 
 
