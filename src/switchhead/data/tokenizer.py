@@ -118,7 +118,12 @@ class TokenizerVocabulary:
         description = json.loads(self._json)
         if description["normalizer"] is None and description["pre_tokenizer"] == WORD_SPLIT and self._cuts_controls:
             return _WordEncoder(backend, dtype)
-        return lambda text: np.array(backend.encode(text, add_special_tokens=False).ids, dtype=dtype)
+
+        def encode(text: str) -> Tokens:
+            (encoding,) = backend.encode_batch_fast([text], add_special_tokens=False)  # does not count offsets
+            return np.array(encoding.ids, dtype=dtype)
+
+        return encode
 
     @property
     def _cuts_controls(self) -> bool:
