@@ -280,6 +280,19 @@ def test_missing_files_of_a_later_task_are_named_at_once(model, tmp_path):
         evaluate_tasks(model, ["blimp", "cbt"], Settings(task_data=tmp_path))
 
 
+@pytest.mark.parametrize("positions", ["rotary", "relative"])
+def test_results_say_how_much_was_read_at_once_and_of_what(make_model, language_model, positions):
+    memory = {"memory_length": 8} if positions == "relative" else {}
+    model = language_model(make_model(positions=positions, **memory))
+    for settings, chunk_length in (
+        (Settings(task_data=DATA), 8),
+        (Settings(task_data=DATA, chunk_length=4, limit=1), 4),
+    ):
+        for result in evaluate_tasks(model, ["lambada", "blimp", "cbt"], settings):
+            expected = {"chunk_length": chunk_length, "limit": settings.limit, **memory}
+            assert expected.items() <= result.settings.items(), result.task
+
+
 @pytest.mark.parametrize(("batch_size", "lanes"), [(1, 1), (3, 3), (64, 5)])
 def test_results_say_how_many_lanes_there_were(make_model, language_model, tmp_path, batch_size, lanes):
     (tmp_path / "text").write_text("a" * (16 * 8 * 5 + 3))  # 5 lanes of 16 chunks

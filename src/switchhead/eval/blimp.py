@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from switchhead.errors import DataError
-from switchhead.eval import results
+from switchhead.eval import reading, results
 from switchhead.eval.examples import HubData, Record, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import score_continuations
@@ -92,7 +92,7 @@ def evaluate_blimp(
             "term": _averages(paradigms, terms),
             "paradigm": paradigms,
         },
-        settings={"paradigms": len(paradigms)},
+        settings={**reading.settings(model, chunk_length), "limit": limit, "paradigms": len(paradigms)},
     )
 
 

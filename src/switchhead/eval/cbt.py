@@ -8,11 +8,10 @@ from itertools import chain
 from pathlib import Path
 
 from switchhead.errors import DataError
-from switchhead.eval import results
+from switchhead.eval import reading, results
 from switchhead.eval.examples import HubData, Record, available, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import Request, score_continuations
-from switchhead.eval.reading import context_length
 from switchhead.eval.results import TaskResult
 
 VERSION = 1
@@ -92,6 +91,7 @@ def evaluate_cbt(
         cut=cut,
         scores={"accuracy": results.macro_average(list(kinds.values()))},
         details={"kind": kinds},
+        settings={**reading.settings(language_model.model, chunk_length), "limit": limit},
     )
 
 
@@ -102,7 +102,7 @@ def _answer(
     model = language_model.model
     requests, cut = [], 0
     for question in questions:
-        options, is_cut = _requests(language_model, question, context_length(model, chunk_length))
+        options, is_cut = _requests(language_model, question, reading.context_length(model, chunk_length))
         requests += options
         cut += is_cut
     likelihoods = iter(score_continuations(model, requests, batch_size=batch_size, chunk_length=chunk_length))

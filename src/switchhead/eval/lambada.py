@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from switchhead.errors import DataError
-from switchhead.eval import results
+from switchhead.eval import reading, results
 from switchhead.eval.examples import HubData, Record, available, encode, load_examples, sha256_of
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.likelihood import score_continuations
@@ -93,4 +93,5 @@ def evaluate_lambada(
             "accuracy": results.mean(float(likelihood.greedy) for likelihood in likelihoods),
             "perplexity": results.exponential(loss),
         },
+        settings={**reading.settings(model, chunk_length), "limit": limit},
     )

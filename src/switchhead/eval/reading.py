@@ -51,6 +51,12 @@ def context_length(model: PreTrainedModel, length: int | None = None) -> int | N
     return length or chunk_length(model)
 
 
+def settings(model: PreTrainedModel, length: int | None = None) -> dict[str, int]:
+    """What a score depends on: tokens read at once (`length`, or as in training), and hidden states before those."""
+    memory = memory_length(model)
+    return {"chunk_length": length or chunk_length(model), **({"memory_length": memory} if memory else {})}
+
+
 def default_batch_tokens(model: PreTrainedModel) -> int:
     """Tokens to read side by side where nothing else is asked for: few enough that their scores take a gigabyte."""
     config = getattr(model.config, "text_config", model.config)

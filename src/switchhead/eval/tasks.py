@@ -102,10 +102,10 @@ def _perplexity(language_model: LanguageModel, settings: Settings) -> Iterator[T
     score = score_text(
         model, vocabulary, text, chunk_length=chunk_length, stride=settings.stride, batch_size=batch_size
     )
-    ways = {"chunk_length": chunk_length, "stride": settings.stride or chunk_length}
-    if memory := reading.memory_length(model):
-        lanes = count_lanes(score.tokens, chunk_length, batch_size)
-        ways = {"chunk_length": chunk_length, "memory_length": memory, "lanes": lanes}
+    if reading.memory_length(model):
+        ways = {"lanes": count_lanes(score.tokens, chunk_length, batch_size)}
+    else:
+        ways = {"stride": settings.stride or chunk_length}
     yield TaskResult(
         task="perplexity",
         version=PERPLEXITY_VERSION,
@@ -113,7 +113,7 @@ def _perplexity(language_model: LanguageModel, settings: Settings) -> Iterator[T
         data_sha256=hashlib.sha256(text[:].tobytes()).hexdigest(),
         examples=score.tokens,
         scores=_scores(score),
-        settings={**ways, "bytes": score.bytes, "words": score.words},
+        settings={**reading.settings(model, chunk_length), **ways, "bytes": score.bytes, "words": score.words},
     )
 
 
