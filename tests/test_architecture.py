@@ -20,7 +20,7 @@ ARROWS = {
     "nn": {"ops", "routing"},
     "hf": {"nn", "ops", "routing"},
     "convert": {"nn", "ops", "routing"},
-    "accounting": {"hf", "nn"},
+    "accounting": {"hf", "nn", "ops"},
     "data": set(),
     "runs": {"data", "hf"},
     "eval": {"data", "hf", "runs"},

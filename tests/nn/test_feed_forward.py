@@ -57,5 +57,5 @@ def test_initial_weights_have_the_stated_deviation_and_biases_are_zero(kind):
 
 
 def test_widths_below_one_are_refused():
-    with pytest.raises(ValueError, match="d_ff=0 must be at least 1"):
+    with pytest.raises(ValueError, match="d_ff=0 must be an integer of at least 1"):
         SwiGLU(d_model=12, d_ff=0)

@@ -205,7 +205,7 @@ def test_a_threshold_removes_weak_experts_and_their_gradients():
     ("options", "message"),
     [
         (dict(n_heads=6), "n_heads=6 experts cannot be chosen out of n_experts=5"),
-        (dict(n_heads=0), "n_heads=0 must be at least 1"),
+        (dict(n_heads=0), "n_heads=0 must be an integer of at least 1"),
         (dict(gating="hard"), "gating='hard' is unknown; use 'sigmoid' or 'softmax' or 'softmax_chosen'"),
         (dict(router_threshold=1.0), "router threshold=1.0 must be"),
         (dict(expert_dropout=-0.1), "expert_dropout=-0.1 must be"),

@@ -167,7 +167,7 @@ def test_checkpointing_changes_no_gradient():
     ("options", "message"),
     [
         (dict(k=6), "k=6 experts cannot be chosen out of n_experts=5"),
-        (dict(expert_size=0), "expert_size=0 must be at least 1"),
+        (dict(expert_size=0), "expert_size=0 must be an integer of at least 1"),
         (dict(gating="softmax_chosen"), "gating='softmax_chosen' is unknown"),
         (dict(expert_dropout=1.0), "expert_dropout=1.0 must be"),
         (dict(router_threshold=-0.5), "router threshold=-0.5 must be"),

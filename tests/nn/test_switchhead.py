@@ -165,7 +165,8 @@ def test_the_cache_holds_two_vectors_a_head_whatever_the_number_of_experts():
     ("options", "message"),
     [
         (dict(k=5), "k=5 experts cannot be chosen out of n_experts=4"),
-        (dict(d_head=0), "d_head=0 must be at least 1"),
+        (dict(d_head=0), "d_head=0 must be an integer of at least 1"),
+        (dict(d_head=2.5), "d_head=2.5 must be an integer of at least 1"),
         (dict(positions=Rotary(fraction=1.0)), "d_head=5 is odd"),
         (dict(positions="absolute"), "positions='absolute' is unknown"),
         (dict(positions=3), "got int"),

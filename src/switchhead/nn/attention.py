@@ -31,10 +31,10 @@ class Cache(Protocol):
 
 
 def check_sizes(**sizes: int) -> None:
-    """Refuse sizes below 1, by name."""
+    """Refuse sizes that are not integers of at least 1, by name."""
     for name, value in sizes.items():
-        if value < 1:
-            raise ValueError(f"{name}={value} must be at least 1")
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value} must be an integer of at least 1")
 
 
 def check_input(x: Tensor, d_model: int, context: Tensor | None, memory: Tensor | None) -> None:
