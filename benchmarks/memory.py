@@ -5,7 +5,7 @@
 
 Prints a JSON line for each recipe. `measured` is the most that PyTorch's allocator has given out during forward and
 backward, with parameters and Adam's averages in place, as `predicted` counts; `with_optimizer` is that of the whole
-step. Relative positions need less than predicted, whose attention matrices their fused kernel does not keep.
+step.
 """
 
 import argparse
