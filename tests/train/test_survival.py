@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, or short of disk, and what is left of them."""
 
+import dataclasses
 import errno
 import json
 import os
@@ -194,6 +195,15 @@ def test_a_run_of_the_first_format_loads_and_goes_on_with_its_losses(first_forma
     assert found[:2] == expected[:2]
     # What versions since draw of dropout differs; where they drew alike, the losses were those of the file to 1e-4.
     assert found[2:] == pytest.approx([5.885261, 5.906758], rel=1e-4)
+
+
+def test_without_dropout_a_run_of_the_first_format_goes_on_as_it_would_have_then(first_format):
+    # Nothing is drawn: the losses are those of weights, optimizer, memory and place in the text, in every version.
+    run, order = first_format
+    model = dataclasses.replace(order["model"], dropout=0.0, expert_dropout=0.0)
+    assert train(**{**order, "model": model, "allow_changes": True}).finished
+    found = [line["loss"] for line in losses(run) if "loss" in line]
+    assert found[2:] == pytest.approx([6.110073, 5.794814], rel=1e-5)
 
 
 def test_nothing_in_a_run_directory_is_a_pickle(first_format):

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-from switchhead.data import TokenizerVocabulary, Vocabulary, load_vocabulary
+from switchhead.data import ByteVocabulary, TokenizerVocabulary, Vocabulary, load_vocabulary
 from switchhead.data.vocabulary import FILE_NAME
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
@@ -83,6 +83,9 @@ def reopen_run(
     if not (path / "config.json").exists():
         return create_run(path, config, vocabulary)
     run = open_run(path)
+    is_complete = (run.tokenizer / FILE_NAME).exists()  # else it was killed right after its creation
+    if is_complete:
+        _require_same_tokenizer(run, vocabulary)
     before = _completed(run.config, config)
     differences = list(_differences(identity_of(before), identity_of(config)))
     if differences and not allow_changes:
@@ -90,13 +93,7 @@ def reopen_run(
             f"{path} holds a run with another configuration: {'; '.join(differences)}. "
             "Resume it as it was, or with --allow-changes"
         )
-    if (run.tokenizer / FILE_NAME).exists():
-        if load_vocabulary(run.tokenizer, size=vocabulary.size).fingerprint != vocabulary.fingerprint:
-            raise RunError(
-                f"{path} was trained on text of another tokenizer than this text's: prepare it with the run's, or "
-                "start a new run"
-            )
-    else:  # killed right after its creation
+    if not is_complete:
         _save_vocabulary(run, vocabulary)
     if run.config["versions"] != config["versions"]:
         changes = _differences(run.config["versions"], config["versions"])
@@ -109,6 +106,16 @@ def reopen_run(
         except OSError as error:
             raise RunError(f"cannot write {path / 'config.json'}: {error.strerror}") from error
     return run
+
+
+def _require_same_tokenizer(run: RunDirectory, vocabulary: Vocabulary) -> None:
+    own = load_vocabulary(run.tokenizer)
+    if own.fingerprint != vocabulary.fingerprint:
+        tokenizer = "bytes" if isinstance(own, ByteVocabulary) else run.tokenizer
+        raise RunError(
+            f"{run.path} was trained on text of another tokenizer than this text's: prepare the text with "
+            f"--tokenizer {tokenizer}, or start a new run"
+        )
 
 
 def _save_vocabulary(run: RunDirectory, vocabulary: Vocabulary) -> None:
