@@ -174,6 +174,14 @@ def test_a_line_that_is_not_utf8_is_named(model, tmp_path):
         evaluate_blimp(model, task_data=tmp_path)
 
 
+def test_a_file_may_begin_with_a_byte_order_mark(model, tmp_path):
+    write(tmp_path / "blimp.jsonl", PAIR)
+    expected = evaluate_blimp(model, task_data=tmp_path)
+    content = (tmp_path / "blimp.jsonl").read_bytes()
+    (tmp_path / "blimp.jsonl").write_bytes(b"\xef\xbb\xbf" + content)
+    assert evaluate_blimp(model, task_data=tmp_path).data_sha256 == expected.data_sha256
+
+
 @pytest.mark.parametrize(("line", "message"), [("{", "is not JSON"), ("[1]", "is list, not an object")])
 def test_a_line_that_is_no_record_is_named(model, tmp_path, line, message):
     write(tmp_path / "blimp.jsonl", PAIR, line)

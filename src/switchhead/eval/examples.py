@@ -149,7 +149,7 @@ def _from_files(files: Sequence[Path]) -> Iterator[Record]:
                 continue
             place = f"{file}:{number}"
             try:
-                fields = json.loads(line.decode())
+                fields = json.loads(line.decode("utf-8-sig"))  # some editors begin a file with a mark
             except UnicodeDecodeError as error:
                 raise DataError(f"{place} is not UTF-8: convert it to UTF-8") from error
             except ValueError as error:
