@@ -205,6 +205,14 @@ def test_an_empty_context_gives_zeros_and_empty_memory_changes_nothing(make, pos
 
 @every_layer
 @every_position
+def test_no_tokens_and_no_sequences_behind_a_memory_give_none(make, positions):
+    module, x = make(positions=positions).double(), inputs()
+    assert module(x[:, :0], memory=x).shape == (2, 0, 12)
+    assert module(x[:0], memory=x[:0]).shape == (0, 6, 12)
+
+
+@every_layer
+@every_position
 def test_mixed_dtypes_run_outside_autocast_and_inside(make, positions):
     module = make(positions=positions)
     x = inputs(dtype=torch.float32)

@@ -172,7 +172,8 @@ def _rotate(
     if crossed:
         k_table = rotary.table(torch.arange(n_keys, device=k.device), d_head, k.dtype)
     elif n_keys > n_queries:  # the memory's positions run up to the first query's
-        before = torch.arange(n_queries - n_keys, 0, device=k.device) + position_ids[..., :1]
+        end = position_ids[..., :1] if n_queries else position_ids.new_full((*position_ids.shape[:-1], 1), n_keys)
+        before = torch.arange(n_queries - n_keys, 0, device=k.device) + end
         k_table = rotary.table(torch.cat([before, position_ids], dim=-1), d_head, k.dtype)
     else:
         k_table = q_table
