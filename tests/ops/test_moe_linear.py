@@ -10,6 +10,12 @@ BACKENDS = ["gated", "grouped"]
 REDUCTIONS = ["k", "heads", None]
 
 
+@pytest.fixture(autouse=True, params=["choices", "sets"])
+def rows_of_grouped(request, monkeypatch):
+    """The grouped backend groups single choices, or sets of them, whatever the number of tokens."""
+    monkeypatch.setattr(grouped, "_ROWS_OF_A_SET", 0 if request.param == "sets" else 10**9)
+
+
 def by_loops(x, weight, routing, reduce):
     """The definition, one slot at a time."""
     tokens, heads, k = routing.gates.shape
@@ -62,6 +68,7 @@ SHAPES = {
     "no tokens": dict(tokens=0),
     "all experts": dict(k=5),
     "one expert": dict(experts=1, k=1),
+    "more experts than a word has bits": dict(experts=70),
     "odd widths": dict(d_in=41, d_out=76),
     "skewed": dict(tokens=40, skew=3.0),
     "more rows than a chunk": dict(tokens=1500, heads=1, experts=2, k=1),
@@ -122,10 +129,11 @@ def test_what_a_compiler_is_told_of_grouped_holds(reduce, tokens, strided):
     tensors = (x, weight, routing.gates)
     if strided:
         tensors = of_other_strides(*tensors)
-    check_operator(grouped._grouped, (*tensors, routing.expert_indices, reduce))
+    check_operator(grouped._grouped, (*tensors, routing.expert_indices, reduce, True))
     tensors = tuple(t.detach() for t in tensors)
-    grad = torch.randn_like(grouped._grouped(*tensors, routing.expert_indices, reduce))
-    check_operator(grouped._grouped_backward, (grad, *tensors, routing.expert_indices, reduce), differentiable=False)
+    y, kept = grouped._grouped(*tensors, routing.expert_indices, reduce, True)
+    arguments = (torch.randn_like(y), *tensors, routing.expert_indices, kept, reduce)
+    check_operator(grouped._grouped_backward, arguments, differentiable=False)
 
 
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]

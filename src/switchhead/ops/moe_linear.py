@@ -23,7 +23,7 @@ _TORCH_BACKENDS: dict[str, Callable[..., Tensor]] = {
 }
 
 # On a CPU grouping pays from this ratio E / k and this size of an expert on; docs/performance.md has the measurements.
-_GROUPED_RATIO = 2.0
+_GROUPED_RATIO = 1.25
 _GROUPED_SIZE = 8192
 
 
