@@ -206,6 +206,13 @@ def test_fewer_keys_than_queries_run_without_the_kernel_alone(keys, causal, devi
         relative_attention(*(x.float() for x in (q, k, v, r)), scale=0.3, causal=causal, backend="triton")
 
 
+def test_more_heads_than_a_grid_has_programs_run_without_the_kernel_alone(device):
+    q, r = torch.randn(2**15, 2, 1, 8, device=device), torch.randn(2, 1, 8, device=device)
+    torch.testing.assert_close(relative_attention(q, q, q, r, scale=0.3), q)  # one key: its value
+    with pytest.raises(ValueError, match="at most 65535 heads of all sequences, not 32768 x 2"):
+        relative_attention(q, q, q, r, scale=0.3, backend="triton")
+
+
 def test_arguments_that_do_not_fit_are_refused(device):
     (q, k, v, r), _ = inputs(heads=3, key_heads=2, device=device)
     with pytest.raises(ValueError, match="multiple of Hk"):
