@@ -46,16 +46,23 @@ def bench_layer(*layers: str, positions: str = "rotary", passes: bool = False) -
 
 
 STEPS = (
-    Step("tests of operators", 240, [pytest("-n", "15", "tests/ops")]),
+    Step("replayed steps", 150, [pytest("-n", "8", "-m", "gpu", "tests/train/test_graphs.py")]),
     Step("layer 1.3b", 180, [bench_layer("1.3b")]),
     Step("layer 262m-h2", 120, [bench_layer("262m-h2")]),
-    Step("layers with relative positions", 150, [bench_layer("262m", "47m", positions="relative")]),
-    Step("kernels' errors", 300, [python("benchmarks/kernels/check.py", str(part), "6") for part in range(6)]),
-    Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
-    Step("tests on a GPU", 240, [pytest("-n", "4", "-m", "gpu", "tests")]),
-    Step("training step", 120, [switchhead("bench", "step", "c4-262m-switchhead", "--compile", "on")]),
     Step("memory", 120, [python("benchmarks/memory.py")]),
+    Step(
+        "training step",
+        150,
+        [switchhead("bench", "step", "c4-262m-switchhead", *"--compile on --cuda-graphs on".split())],
+    ),
+    Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
+    Step("layers with relative positions", 150, [bench_layer("262m", "47m", positions="relative")]),
     Step("relative attention", 60, [python("benchmarks/attention/relative.py")]),
+    Step("tests of operators", 200, [pytest("-n", "15", "tests/ops")]),
+    Step("kernels' errors", 240, [python("benchmarks/kernels/check.py", str(part), "6") for part in range(6)]),
+    Step(
+        "other tests on a GPU", 240, [pytest("-n", "4", "-m", "gpu", "tests", "--ignore", "tests/train/test_graphs.py")]
+    ),
     Step("packed documents", 60, [python("benchmarks/attention/packed.py")]),
 )
 
