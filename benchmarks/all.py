@@ -45,16 +45,16 @@ def bench_layer(*layers: str, positions: str = "rotary", passes: bool = False) -
     return switchhead("bench", "layer", "--layers", *layers, "--routings", "uniform", "trained", *options)
 
 
+def bench_step(recipe: str) -> list[str]:
+    return switchhead("bench", "step", recipe, "--compile", "on", "--cuda-graphs", "on")
+
+
 STEPS = (
     Step("replayed steps", 150, [pytest("-n", "8", "-m", "gpu", "tests/train/test_graphs.py")]),
     Step("layer 1.3b", 180, [bench_layer("1.3b")]),
     Step("layer 262m-h2", 120, [bench_layer("262m-h2")]),
     Step("memory", 120, [python("benchmarks/memory.py")]),
-    Step(
-        "training step",
-        150,
-        [switchhead("bench", "step", "c4-262m-switchhead", *"--compile on --cuda-graphs on".split())],
-    ),
+    Step("training step", 150, [bench_step("c4-262m-switchhead")]),
     Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
     Step("layers with relative positions", 150, [bench_layer("262m", "47m", positions="relative")]),
     Step("relative attention", 60, [python("benchmarks/attention/relative.py")]),

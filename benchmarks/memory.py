@@ -18,8 +18,10 @@ from switchhead.accounting import model_resources
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
 from switchhead.recipes import get_recipe
 
-RECIPES = ("c4-45m-switchhead-rope", "c4-45m-dense-rope", "c4-244m-switchhead-rope", "c4-244m-dense-rope",
-           "c4-47m-switchhead", "c4-47m-dense", "c4-47m-switchall", "wikitext103-47m-moa-h2", "modern-47m-switchhead")  # fmt: skip
+RECIPES = (
+    "c4-45m-switchhead-rope", "c4-45m-dense-rope", "c4-244m-switchhead-rope", "c4-244m-dense-rope", "c4-47m-switchhead",
+    "c4-47m-dense", "c4-47m-switchall", "wikitext103-47m-moa-h2", "modern-47m-switchhead",
+)  # fmt: skip
 
 
 def main():
