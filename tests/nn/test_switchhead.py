@@ -2,6 +2,7 @@
 
 import itertools
 
+import numpy as np
 import pytest
 import torch
 
@@ -180,6 +181,11 @@ def test_the_cache_holds_two_vectors_a_head_whatever_the_number_of_experts():
 def test_bad_constructor_arguments_are_named(options, message):
     with pytest.raises(ValueError, match=message):
         layer(**options)
+
+
+def test_sizes_may_be_integers_of_numpy():
+    sizes = {name: np.int64(value) for name, value in dict(d_model=10, n_heads=2, n_experts=4, d_head=5, k=2).items()}
+    assert layer(**sizes)(torch.randn(1, 3, 10, dtype=torch.float64)).shape == (1, 3, 10)
 
 
 def test_an_odd_head_rotates_its_even_part_where_the_fraction_leaves_room():

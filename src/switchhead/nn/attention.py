@@ -1,8 +1,9 @@
-"""What all attention layers share: checks, the source of keys and values, and all that follows the projections."""
+"""What all attention layers share: checks, and all that follows the projections."""
 
 from __future__ import annotations
 
 import math
+from numbers import Integral
 from typing import NamedTuple, Protocol
 
 import torch
@@ -14,7 +15,6 @@ from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Rotary
 from switchhead.nn.projections import project_positions
 from switchhead.ops.attention import Masks, attend
-from switchhead.ops.dtypes import concatenate
 from switchhead.ops.packed import packed_attention
 from switchhead.ops.relative import relative_attention
 from switchhead.ops.widths import pad_width
@@ -33,7 +33,7 @@ class Cache(Protocol):
 def check_sizes(**sizes: int) -> None:
     """Refuse sizes that are not integers of at least 1, by name."""
     for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
+        if not isinstance(value, Integral) or value < 1:
             raise ValueError(f"{name}={value} must be an integer of at least 1")
 
 
@@ -49,15 +49,6 @@ def check_input(x: Tensor, d_model: int, context: Tensor | None, memory: Tensor 
     for name, tensor in (("x", x), ("context", context), ("memory", memory)):
         if tensor is not None and not tensor.is_floating_point():
             raise ValueError(f"{name} must be floating point; got {tensor.dtype} (embed token ids first)")
-
-
-def key_value_source(
-    x: Float[Tensor, "batch T d_model"], context: Tensor | None, memory: Tensor | None
-) -> Float[Tensor, "batch S d_model"]:
-    """What keys and values are made of: the context, or the input behind its memory."""
-    if context is not None:
-        return context
-    return x if memory is None else concatenate([memory.to(x.dtype), x], dim=1)
 
 
 class RelativeWeights(NamedTuple):

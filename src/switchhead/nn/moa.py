@@ -15,7 +15,6 @@ from switchhead.nn.attention import (
     average_values,
     check_input,
     check_sizes,
-    key_value_source,
     merge_heads,
 )
 from switchhead.nn.init import normal_
@@ -23,7 +22,7 @@ from switchhead.nn.linear import Linear
 from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
-from switchhead.nn.projections import project_experts, project_heads
+from switchhead.nn.projections import behind_memory, project_experts, project_heads
 from switchhead.nn.regularizers import cv_loss, router_z_loss, switch_loss
 from switchhead.nn.router import Router
 from switchhead.ops.moe_linear import Backend
@@ -136,11 +135,14 @@ class MoAAttention(nn.Module):
         relative = isinstance(self.positions, Relative)
         wide = aligned_width(self.d_model, x.device)
         tokens = pad_width(x, wide).flatten(0, 1)  # [B*T, D]
-        source = pad_width(key_value_source(x, context, memory), wide)  # [B, S, D]
         routing = self.router(tokens)
         q = project_experts(tokens, self.q_proj, routing)[:, 0]  # [B*T, H, d]
         q = q.unflatten(0, x.shape[:2]).transpose(1, 2)  # [B, H, T, d]
+        source = tokens.unflatten(0, x.shape[:2]) if context is None else pad_width(context, wide)  # [B, T or S, D]
         k, v = project_heads(source, (self.k_proj, self.v_proj), self.d_head)  # [B, 1, S, d]
+        if memory is not None:  # apart: as a rule it asks for no gradient
+            before = project_heads(pad_width(memory.to(x.dtype), wide), (self.k_proj, self.v_proj), self.d_head)
+            k, v = behind_memory(before, (k, v))  # [B, 1, M + T, d]
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=self.positions,
             relative=RelativeWeights(self.position_proj, scale=self.scale) if relative else None,

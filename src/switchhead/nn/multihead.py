@@ -21,9 +21,8 @@ from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
 from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
-from switchhead.nn.projections import project_heads, project_output
+from switchhead.nn.projections import behind_memory, project_heads, project_output
 from switchhead.nn.router import Router
-from switchhead.ops.dtypes import concatenate
 from switchhead.ops.widths import aligned_width, pad_width
 
 
@@ -119,7 +118,7 @@ class MultiHeadAttention(nn.Module):
         if memory is not None:  # apart: as a rule it asks for no gradient
             source = pad_width(memory.to(x.dtype), wide)
             before = project_heads(source, (self.k_proj, self.v_proj), self.d_head)
-            k, v = (concatenate(parts, dim=-2) for parts in zip(before, (k, v), strict=True))  # [B, H_kv, M + T, d]
+            k, v = behind_memory(before, (k, v))  # [B, H_kv, M + T, d]
         learned = None
         if relative:
             learned = RelativeWeights(self.position_proj, self.content_bias, self.position_bias, self.scale)

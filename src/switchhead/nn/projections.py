@@ -6,7 +6,7 @@ weights and heads are padded with zeros on the way in; no result and no paramete
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from jaxtyping import Float
 from torch import Tensor
@@ -73,6 +73,11 @@ def project_memory(
         gating=router.gating, dropped=dropped, backend=values.backend,
     )  # fmt: skip
     return [rows.unflatten(0, memory.shape[:2]).transpose(1, 2) for rows in (k, v)]
+
+
+def behind_memory(memory: Sequence[Tensor], rows: Sequence[Tensor]) -> Iterator[Float[Tensor, "batch heads S d"]]:
+    """Keys and values of a previous chunk, projected by themselves, in front of those of x."""
+    return (concatenate(parts, dim=-2) for parts in zip(memory, rows, strict=True))
 
 
 def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:

@@ -23,6 +23,7 @@ from switchhead.nn.moe_linear import MoELinear
 from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
 from switchhead.nn.projections import (
+    behind_memory,
     project_all,
     project_experts,
     project_heads,
@@ -30,7 +31,6 @@ from switchhead.nn.projections import (
     project_output,
 )
 from switchhead.nn.router import Router, check_choice
-from switchhead.ops.dtypes import concatenate
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.router import Gating
 from switchhead.ops.widths import aligned_width, pad_width
@@ -179,8 +179,7 @@ class SwitchHeadAttention(nn.Module):
         else:
             q, k, v, to = self._project(x, context)
         if memory is not None:  # apart: it asks for no queries and, as a rule, for no gradient
-            before = self._project_memory(memory.to(x.dtype))
-            k, v = (concatenate(parts, dim=-2) for parts in zip(before, (k, v), strict=True))  # [B, H, S, d]
+            k, v = behind_memory(self._project_memory(memory.to(x.dtype)), (k, v))  # [B, H, S, d]
         relative = None if self.position_proj is None else RelativeWeights(self.position_proj)
         y = average_values(
             q, k, v, d_head=self.d_head, causal=self.causal, positions=positions, relative=relative,
