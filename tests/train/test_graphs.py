@@ -255,7 +255,7 @@ record_cuda_graph(lambda: torch.ones(1, device="cuda").item(), torch.device("cud
 def test_passes_that_wait_for_the_device_cannot_be_recorded():
     # In a process of its own, which the failed capture may leave unfit for others.
     process = subprocess.run([sys.executable, "-c", WAITS], capture_output=True, text=True, check=False)
-    assert process.returncode == 1
+    assert process.returncode != 0
     assert "TrainingError: a training step cannot be recorded as a CUDA graph (" in process.stderr
     assert "set cuda_graphs to False" in process.stderr
 
