@@ -3,6 +3,7 @@ import json
 import pytest
 
 from switchhead import cli
+from switchhead.recipes import registry
 
 TINY = ["--steps", "2", "--warmup-steps", "0", "--batch-size", "2", "--chunk-length", "8", "--device", "cpu"]
 
@@ -38,3 +39,48 @@ def test_what_cannot_be_had_is_one_error_and_leaves_nothing(command, capsys, tmp
     assert cli.main([*command, "--parallel", "fsdp"]) == 1
     assert "start it with torchrun, or use ddp" in capsys.readouterr().err
     assert not (tmp_path / "run").exists()
+
+
+OWN = """
+from switchhead.recipes import Recipe, experiment
+from switchhead.recipes.tiny import tiny_switchhead
+
+@experiment()
+def one_expert() -> Recipe:
+    return tiny_switchhead().with_model(num_experts_per_tok=1)
+
+@experiment()
+def mistyped() -> Recipe:
+    return tiny_switchhead().with_model(num_expert=1)
+"""
+
+
+@pytest.fixture
+def own(tmp_path, monkeypatch):
+    monkeypatch.setattr(registry, "_RECIPES", dict(registry._RECIPES))
+    (tmp_path / "own.py").write_text(OWN)
+
+
+@pytest.mark.usefixtures("own")
+def test_a_recipe_of_ones_own_is_trained_by_file_and_name(command, tmp_path):
+    assert cli.main(["train", f"{tmp_path}/own.py:one-expert", *command[2:]]) == 0
+    run = json.loads((tmp_path / "run/config.json").read_text())
+    assert (run["recipe"], run["model"]["num_experts_per_tok"]) == ("one-expert", 1)
+
+
+@pytest.mark.usefixtures("own")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("own.py:one_expert", "unknown recipe 'one_expert'; did you mean one-expert?"),
+        ("own.py:mistyped", "unknown field 'num_expert'; did you mean 'num_experts'?"),
+        ("broken.py:one-expert", "broken.py fails with ZeroDivisionError: division by zero"),
+        ("absent.py:one-expert", "there is no Python file"),
+        ("own.py", "own.py says not which recipe: expected"),
+        ("own:one-expert", "there is no Python file"),
+    ],
+)
+def test_a_recipe_file_that_does_not_do_is_one_error_of_usage(tmp_path, capsys, name, message):
+    (tmp_path / "broken.py").write_text("1 / 0")
+    assert cli.main(["recipes", f"{tmp_path}/{name}"]) == 2
+    assert message in capsys.readouterr().err

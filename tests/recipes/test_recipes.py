@@ -229,6 +229,10 @@ def test_changes_are_checked_like_the_configurations_themselves():
         recipe.with_model(num_experts_per_tok=9)
     with pytest.raises(ValueError, match="steps is 0"):
         recipe.with_training(steps=0)
+    with pytest.raises(ValueError, match=r"unknown field 'learn_rate'; did you mean 'learning_rate'"):
+        recipe.with_training(learn_rate=0.1)
+    with pytest.raises(ValueError, match=r"unknown field 'lr'; there are steps, batch_size, .*learning_rate"):
+        recipe.with_training(lr=0.1)
 
 
 def test_another_kind_of_attention_comes_with_its_own_gating():

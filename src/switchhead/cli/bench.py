@@ -10,7 +10,16 @@ from typing import Annotated, Literal, TypeVar
 
 import tyro
 
-from switchhead.cli.common import Chosen, Device, Json, UsageError, arguments_of_the_user, find_recipe, print_json
+from switchhead.cli.common import (
+    Chosen,
+    Device,
+    Json,
+    RecipeName,
+    UsageError,
+    arguments_of_the_user,
+    find_recipe,
+    print_json,
+)
 
 T = TypeVar("T")
 
@@ -63,7 +72,7 @@ def _collect(rows: Iterable[T], render: Callable[[list[T]], str]) -> list[T]:
 class Step:
     """Time whole training steps (forward, backward, clipping, optimizer) of a recipe and of its dense twin."""
 
-    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="see `switchhead recipes`")]
+    recipe: RecipeName
     twin: Chosen[str | None] = None
     """recipe to compare with; otherwise the one named "dense" where this one is named "switchhead"."""
     steps: int = 20

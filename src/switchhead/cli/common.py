@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
 import json
 from collections.abc import Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import tyro
@@ -17,6 +19,10 @@ Chosen = Annotated[Value, tyro.conf.arg(help_behavior_hint="")]  # the help says
 
 Json = Annotated[bool, tyro.conf.arg(name="json", help="print JSON instead of text")]
 Device = Annotated[str, tyro.conf.arg(help="auto (a GPU if there is one), cpu, cuda, cuda:1, ...")]
+RecipeName = Annotated[
+    tyro.conf.Positional[str],
+    tyro.conf.arg(metavar="RECIPE", help="see `switchhead recipes`; FILE.py:NAME is one of your own"),
+]
 ModelName = Annotated[
     str,
     tyro.conf.arg(
@@ -40,13 +46,34 @@ def arguments_of_the_user() -> Iterator[None]:
 
 
 def find_recipe(name: str) -> Recipe:
-    """The recipe that the user names; a `UsageError` where there is none."""
+    """The recipe of a name, or of `FILE.py:NAME`, which runs the file first: its recipes then have names too.
+
+    Raises:
+        UsageError: there is no such recipe, or the file or the recipe fails.
+    """
     from switchhead.recipes import UnknownRecipeError, get_recipe
 
+    if name.endswith(".py"):
+        raise UsageError(f"{name} says not which recipe: expected {name}:NAME")
+    file, _, name = name.rpartition(":")
+    if file:
+        _run_file(Path(file))
     try:
         return get_recipe(name)
-    except UnknownRecipeError as error:
+    except (UnknownRecipeError, ValueError) as error:
         raise UsageError(str(error)) from error
+
+
+def _run_file(path: Path) -> None:
+    if path.suffix != ".py" or not path.is_file():
+        raise UsageError(f"there is no Python file {path}: RECIPE is a name, or FILE.py:NAME of one's own")
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    assert spec is not None
+    assert spec.loader is not None
+    try:
+        spec.loader.exec_module(importlib.util.module_from_spec(spec))
+    except Exception as error:
+        raise UsageError(f"{path} fails with {type(error).__name__}: {error} (--debug shows where)") from error
 
 
 def print_json(value: Any) -> None:

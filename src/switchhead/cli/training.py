@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
 
 import tyro
 
-from switchhead.cli.common import Chosen, Device, Json, arguments_of_the_user, find_recipe, print_json
+from switchhead.cli.common import Chosen, Device, Json, RecipeName, arguments_of_the_user, find_recipe, print_json
 from switchhead.cli.evaluation import score_lines, scores
 
 if TYPE_CHECKING:
@@ -79,7 +79,7 @@ class TrainingSettings:
 
 
 def train(
-    recipe: Annotated[tyro.conf.Positional[str], tyro.conf.arg(metavar="RECIPE", help="see `switchhead recipes`")],
+    recipe: RecipeName,
     /,
     *,
     data: str,
@@ -116,8 +116,8 @@ def train(
         training=training,
         data=data,
         valid=valid,
-        out=out or Path("runs") / recipe,
-        recipe=recipe,
+        out=out or Path("runs") / chosen.name,
+        recipe=chosen.name,
         resume=resume,
         allow_changes=allow_changes,
         device=device,

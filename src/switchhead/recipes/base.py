@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import difflib
 from dataclasses import dataclass
 from typing import Any
 
@@ -46,8 +47,13 @@ class Recipe:
         """The same recipe with other fields of `training`.
 
         Raises:
-            ValueError: a value that does not fit; see `TrainingConfig`.
+            ValueError: an unknown field, or a value that does not fit; see `TrainingConfig`.
         """
+        known = [field.name for field in dataclasses.fields(TrainingConfig)]
+        for name in (name for name in changes if name not in known):
+            similar = difflib.get_close_matches(name, known, n=1)
+            hint = f"did you mean {similar[0]!r}?" if similar else f"there are {', '.join(known)}"
+            raise ValueError(f"unknown field {name!r}; {hint}")
         return dataclasses.replace(self, training=dataclasses.replace(self.training, **changes))
 
     def on(self, dataset: str) -> Recipe:
