@@ -70,6 +70,7 @@ def test_damaged_compression_is_an_error_that_names_the_file(tmp_path, ending, d
     ("spec", "message"),
     [
         ("novel.txt", r"cannot read data 'novel.txt': expected text:FILE\|GLOB, jsonl:GLOB#field or parquet:"),
+        ("{dir}/empty", "; did you mean text:{dir}/empty\\?"),
         ("csv:x", "expected text:FILE"),
         ("text:", "expected text:FILE"),
         ("text:{dir}/absent", "no file matches '{dir}/absent'"),

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from switchhead.data.prepared import Prepared, open_prepared
-from switchhead.data.sources import FORMS, KINDS, read_documents
+from switchhead.data.sources import FORMS, KINDS, read_documents, unknown_form
 from switchhead.data.tokens import TokenArray, join_documents, split_tail
 from switchhead.data.vocabulary import ByteVocabulary, Vocabulary
 from switchhead.errors import DataError
@@ -119,5 +119,5 @@ def _prepared(spec: str) -> Prepared | None:
         if directory and Path(directory).is_dir():
             return open_prepared(Path(directory))
     if spec.partition(":")[0] not in KINDS:
-        raise DataError(f"cannot read data {spec!r}: expected {FORMS}, or a directory made by `switchhead prepare`")
+        raise unknown_form(spec, f"{FORMS}, or a directory made by `switchhead prepare`")
     return None

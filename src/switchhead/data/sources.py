@@ -41,6 +41,12 @@ class Source:
     revision: str | None = None
 
 
+def unknown_form(spec: str, forms: str) -> DataError:
+    """The error for data that is none of the forms; a file's bare name is taken for its text, as it most often is."""
+    meant = f"; did you mean text:{spec}?" if Path(spec).is_file() else ""
+    return DataError(f"cannot read data {spec!r}: expected {forms}{meant}")
+
+
 def open_files(spec: str) -> Source:
     """A source of local files, in the order of their names; see `read_documents`.
 
@@ -49,7 +55,7 @@ def open_files(spec: str) -> Source:
     """
     kind, separator, rest = spec.partition(":")
     if kind not in _READERS or not rest:
-        raise DataError(f"cannot read data {spec!r}: expected {FORMS}")
+        raise unknown_form(spec, FORMS)
     if kind == "text":
         return Source(splits={"train": [Part(path, partial(_read_text, path)) for path in matching_files(rest)]})
     pattern, separator, field = rest.rpartition("#")
