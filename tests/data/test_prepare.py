@@ -82,6 +82,11 @@ class TestSplits:
             prepare(settings(f"text:{tmp_path}/a.txt", held_out=None), tmp_path / "out")
         assert not list((tmp_path / "out").iterdir())  # known before any work, which other settings could not use
 
+    def test_a_limit_reached_before_a_document_is_held_out_asks_for_another_directory(self, tmp_path):
+        (tmp_path / "a.jsonl").write_text("".join(json.dumps({"t": f"document {i}"}) + "\n" for i in range(20_000)))
+        with pytest.raises(DataError, match="come out for validation: into another directory, hold out a larger part"):
+            prepare(settings(f"jsonl:{tmp_path}/a.jsonl#t", held_out=1e-3, limit_tokens=1), tmp_path / "out")
+
     @pytest.mark.parametrize("name", ["valid", "test"])
     def test_text_that_is_given_and_empty_is_named_before_any_work(self, jsonl, tmp_path, name):
         (tmp_path / "empty.txt").write_text("")

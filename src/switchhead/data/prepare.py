@@ -318,18 +318,18 @@ def _require_splits(settings: Settings, writer: Writer) -> None:
             f"{settings.source} has {tokens:,} training tokens, fewer than limit_tokens = {settings.limit_tokens:,}: "
             "prepare it without a limit, into another directory"
         )
-    if settings.held_out != 0 and not writer.tokens_of("validation"):
-        raise _no_validation(settings)
+    if settings.held_out != 0 and not writer.tokens_of("validation"):  # none before the limit was reached
+        raise _no_validation(settings, where="into another directory, ")
 
 
 def _no_text(source: str) -> DataError:
     return DataError(f"{source} holds no text")
 
 
-def _no_validation(settings: Settings) -> DataError:
+def _no_validation(settings: Settings, where: str = "") -> DataError:
     return DataError(
-        f"no document of {settings.source} has come out for validation: hold out a larger part, give validation text "
-        "(--valid), or hold out 0 (--held-out 0: training then sets the end of the text aside)"
+        f"no document of {settings.source} has come out for validation: {where}hold out a larger part, give validation "
+        "text (--valid), or hold out 0 (--held-out 0: training then sets the end of the text aside)"
     )
 
 
