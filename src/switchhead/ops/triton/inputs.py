@@ -183,8 +183,10 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_queries, grad_keys, grad_values, grad_gates, *_unused):
+    _, queries, *_ = ctx.saved_tensors
     gates, *_, out = ctx.saved_tensors[-4:]
-    given = ((grad_queries, out), (grad_keys, out), (grad_values, out), (grad_gates, gates))
+    of_queries = out[:0] if queries is None else out
+    given = ((grad_queries, of_queries), (grad_keys, out), (grad_values, out), (grad_gates, gates))
     grads = [like.new_zeros(like.shape) if grad is None else grad for grad, like in given]
     found = _project_inputs_backward(*grads, *ctx.saved_tensors, ctx.x_dtype, ctx.needs_input_grad[0])
     wanted = ctx.needs_input_grad[: len(found)]
