@@ -468,3 +468,31 @@ def test_bad_inputs_are_named(make):
 def test_head_counts_that_do_not_divide_are_refused():
     with pytest.raises(ValueError, match="n_kv_heads=3 must divide n_heads=4"):
         MultiHeadAttention(d_model=12, n_heads=4, d_head=7, n_kv_heads=3)
+
+
+class Adapter(torch.nn.Module):
+    """A projection with something added to its output, as adapters for fine-tuning are built."""
+
+    def __init__(self, base):
+        super().__init__()
+        self.base, self.weight = base, base.weight
+
+    def forward(self, x):
+        return self.base(x) + 1
+
+
+class Reversed(torch.nn.Module):
+    def forward(self, weight):
+        return weight.flip(-1)
+
+
+@every_layer
+@pytest.mark.parametrize("name", ["q_proj", "k_proj", "v_proj", "o_proj"])
+def test_an_adapter_in_place_of_a_projection_is_refused_and_one_on_its_weight_has_effect(make, name):
+    module, x = make().double(), inputs()
+    before = module(x)
+    torch.nn.utils.parametrize.register_parametrization(getattr(module, name), "weight", Reversed())
+    assert relative_error(module(x), before) > 0.01
+    setattr(module, name, Adapter(getattr(module, name)))
+    with pytest.raises(TypeError, match=r"Adapter stands in place of a projection .*parametrize"):
+        module(x)

@@ -7,9 +7,10 @@ weights and heads are padded with zeros on the way in; no result and no paramete
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import TypeVar
 
 from jaxtyping import Float
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional as F
 
 from switchhead.nn.linear import Linear
@@ -21,6 +22,24 @@ from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import moe_linear
 from switchhead.ops.widths import aligned_width, pad, pad_width
 from switchhead.routing import Routing
+
+Projection = TypeVar("Projection", bound=nn.Module)
+
+
+def own(projection: nn.Module, kind: type[Projection]) -> Projection:
+    """The projection itself, if it is of the kind that its layer made.
+
+    Layers read the weights of their projections and do not call them, so that several run as one.
+
+    Raises:
+        TypeError: something else was put in its place, an adapter for instance, which would have no effect.
+    """
+    if not isinstance(projection, kind):
+        raise TypeError(
+            f"{type(projection).__name__} stands in place of a projection of attention, which reads its projections' "
+            "weights and does not call them: put what changes one on its weight (torch.nn.utils.parametrize)"
+        )
+    return projection
 
 
 def project_heads(
@@ -82,6 +101,7 @@ def behind_memory(memory: Sequence[Tensor], rows: Sequence[Tensor]) -> Iterator[
 
 def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:
     """A plain output projection, `[N, d_model]`."""
+    projection = own(projection, Linear)
     d_model, padding = projection.out_features, rows.shape[-1] - d_head
     weight = projection.weight.unflatten(1, (-1, d_head))  # [D, H, d]
     weight = pad(weight, (0, padding, 0, 0, 0, aligned_width(d_model, rows.device) - d_model)).flatten(1)
@@ -103,7 +123,8 @@ def project_positions(
 
 def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:
     """Weights of all heads, each padded to an aligned width."""
-    weights = concatenate([projection.weight for projection in projections]).unflatten(0, (-1, d_head))  # [H, d, D]
+    weights = concatenate([own(projection, Linear).weight for projection in projections])
+    weights = weights.unflatten(0, (-1, d_head))  # [H, d, D]
     padding = (0, x.shape[-1] - weights.shape[-1], 0, aligned_width(d_head, x.device) - d_head)
     return pad(weights, padding).flatten(0, 1)
 
@@ -116,5 +137,5 @@ def _split_heads(rows: Float[Tensor, "batch T heads_d"], projections: Sequence[L
 
 def _pad(x: Tensor, projection: MoELinear) -> Float[Tensor, "heads experts wide d"]:
     """Experts for inputs of x's width, to an aligned width."""
-    d_in, d_out = projection.weight.shape[-2:]
+    d_in, d_out = own(projection, MoELinear).weight.shape[-2:]
     return pad(projection.weight, (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in))

@@ -24,6 +24,7 @@ from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
 from switchhead.nn.projections import (
     behind_memory,
+    own,
     project_all,
     project_experts,
     project_heads,
@@ -204,11 +205,9 @@ class SwitchHeadAttention(nn.Module):
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, Routing]:
         """`_project` of tokens that are their own source."""
-        assert isinstance(self.q_proj, Linear)
-        assert isinstance(self.k_proj, Linear)
-        assert isinstance(self.v_proj, MoELinear)
+        queries, keys, values = own(self.q_proj, Linear), own(self.k_proj, Linear), own(self.v_proj, MoELinear)
         routers = [router for router in (self.destination_router, self.source_router) if router is not None]
-        (q, k, v), routings = project_all(x, self.q_proj, self.k_proj, routers, self.v_proj, rotation)
+        (q, k, v), routings = project_all(x, queries, keys, routers, values, rotation)
         return q, k, v, routings[0]
 
     def _project(self, x: Tensor, context: Tensor | None) -> tuple[Tensor, Tensor, Tensor, Routing | None]:
@@ -228,10 +227,8 @@ class SwitchHeadAttention(nn.Module):
         """Keys and values `[B, H, M, d]` of a previous chunk. Hooks of routers do not see its tokens again."""
         router = self._origin_router
         if self._projects_at_once:
-            assert isinstance(self.k_proj, Linear)
-            assert isinstance(self.v_proj, MoELinear)
             assert router is not None
-            return project_memory(memory, self.k_proj, router, self.v_proj)
+            return project_memory(memory, own(self.k_proj, Linear), router, own(self.v_proj, MoELinear))
         memory = pad_width(memory, aligned_width(self.d_model, memory.device))
         origin = router and router.choose(memory.flatten(0, 1))
         return [self._heads(projection, memory, origin) for projection in (self.k_proj, self.v_proj)]
