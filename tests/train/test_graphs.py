@@ -6,6 +6,7 @@ run and writes into them, and whoever keeps one of them sees it change.
 
 import dataclasses
 import math
+import re
 import shutil
 import subprocess
 import sys
@@ -21,7 +22,7 @@ from switchhead.data import LaneBatches, WindowBatches
 from switchhead.errors import RunError, TrainingError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.train import TrainingConfig, train
-from switchhead.train.graphs import ReplayedPasses, record_cuda_graph
+from switchhead.train.graphs import ReplayedPasses, _explained, record_cuda_graph
 from switchhead.train.metrics import read_metrics
 from switchhead.train.trainer import Trainer
 
@@ -258,6 +259,16 @@ def test_passes_that_wait_for_the_device_cannot_be_recorded():
     assert process.returncode != 0
     assert "TrainingError: a training step cannot be recorded as a CUDA graph (" in process.stderr
     assert "set cuda_graphs to False" in process.stderr
+
+
+def test_a_failed_capture_is_told_by_its_first_error():
+    left = RuntimeError("operation failed due to a previous error during capture")  # on leaving it
+    left.__context__ = RuntimeError("operation not permitted when stream is capturing\nCompile with TORCH_USE_CUDA_DSA")
+    assert re.search(
+        r"\(operation not permitted when stream is capturing\): set cuda_graphs to False$", str(_explained(left))
+    )
+    left.__context__ = torch.OutOfMemoryError("CUDA out of memory")  # whose advice is the training loop's
+    assert _explained(left) is left.__context__
 
 
 def test_outputs_are_kept_and_gradients_are_overwritten():
