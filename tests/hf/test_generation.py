@@ -256,7 +256,7 @@ def test_unknown_options_are_refused_rather_than_ignored():
     model = lively_model(small_config())
     with pytest.raises(TypeError, match="memry=3"):
         model(random_tokens(1, 3), memry=3)
-    with pytest.raises(TypeError, match="output_attentions=True, .*; attention weights are not kept"):
+    with pytest.raises(TypeError, match=r"output_attentions=True, .*; attention weights are not kept"):
         model(random_tokens(1, 3), output_attentions=True)
     with pytest.raises(ValueError, match="past_key_value_states"):
         greedy(model, random_tokens(1, 3), 2, past_key_value_states=DynamicCache())

@@ -388,8 +388,8 @@ def _refuse(options: dict[str, Any], allowed: Sequence[str]) -> dict[str, Any]:
     """The options that are allowed; an error for others that ask for something, rather than silence."""
     for name, value in options.items():
         if name not in allowed and value is not None and value is not False:
-            instead = "; attention weights are not kept: docs/use.md computes them" if name == "output_attentions" else ""
-            raise TypeError(f"forward got {name}={value!r}, which this model does not know{instead}")
+            hint = "; attention weights are not kept, docs/use.md computes them" if name == "output_attentions" else ""
+            raise TypeError(f"forward got {name}={value!r}, which this model does not know{hint}")
     return {name: value for name, value in options.items() if name in allowed}
 
 
