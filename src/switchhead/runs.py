@@ -208,6 +208,9 @@ def read_checkpoint(path: Path, fingerprint: str) -> Checkpoint:
     Raises:
         CheckpointError: it is not; names what is wrong.
     """
+    if not path.is_dir():
+        others = ", ".join(other.name for _, other in checkpoint_steps(path.parent)) or "none"
+        raise CheckpointError(f"there is no checkpoint {path}; in {path.parent} there are: {others}")
     try:
         state = json.loads((path / "state.json").read_text(encoding="utf-8"))
         version, files, owner = state["format"], state["files"], state["fingerprint"]

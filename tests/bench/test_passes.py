@@ -1,5 +1,6 @@
 import json
 
+import pytest
 import torch
 
 from switchhead import bench, cli
@@ -51,3 +52,11 @@ def test_bench_layer_prints_the_passes_below_its_table(monkeypatch, capsys):
     assert json.loads(capsys.readouterr().out)["passes"][0]["ms"] == 0.125
     assert cli.main(["bench", "layer", "--no-passes"]) == 0
     assert "V forward" not in capsys.readouterr().out
+
+
+def test_help_of_bench_layer_names_what_can_be_timed_and_left_out(capsys):
+    with pytest.raises(SystemExit):
+        cli.main(["bench", "layer", "--help"])
+    words = capsys.readouterr().out.replace(",", " ").replace(";", " ").split()
+    assert {*bench.LAYERS, *bench.NAMES} <= set(words)
+    assert "leave" in words[words.index("--no-passes") + 1 :][:1]

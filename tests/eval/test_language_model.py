@@ -11,7 +11,7 @@ from tokenizers.pre_tokenizers import Whitespace
 from transformers import AutoModelForCausalLM, GPT2Config, GPT2LMHeadModel, PreTrainedTokenizerFast
 
 from switchhead.data import load_tokens
-from switchhead.errors import RunError
+from switchhead.errors import CheckpointError, RunError
 from switchhead.eval import evaluate, generate, load_language_model, score_tokens
 from switchhead.recipes import get_recipe
 from switchhead.train import train
@@ -72,6 +72,8 @@ def test_a_run_and_a_saved_copy_of_its_model_are_the_same(tmp_path):
     earlier = load_language_model(tmp_path / "run" / "checkpoints" / "step-1", "cpu")
     assert earlier.step == 1
     assert earlier.sha256 != run.sha256
+    with pytest.raises(CheckpointError, match=r"there is no checkpoint .*step-9; in .* there are: step-2, step-1$"):
+        load_language_model(tmp_path / "run" / "checkpoints" / "step-9", "cpu")
 
 
 @pytest.mark.parametrize(

@@ -28,16 +28,16 @@ T = TypeVar("T")
 class Layer:
     """Time a layer, forward and backward, against dense and grouped-query attention; needs a CUDA device."""
 
-    layers: tuple[str, ...] = ()
-    """of switchhead.bench.LAYERS; all by default."""
-    lengths: tuple[int, ...] = ()
+    layers: Chosen[tuple[str, ...]] = ()
+    """out of 47m, 262m, 262m-h2, 1.3b; otherwise all."""
+    lengths: Chosen[tuple[int, ...]] = ()
     """of sequences; otherwise the layer's own."""
-    routings: tuple[str, ...] = ()
-    """uniform, skewed, trained; all by default."""
+    routings: Chosen[tuple[str, ...]] = ()
+    """out of uniform, skewed, trained; otherwise all."""
     positions: Literal["rotary", "none", "relative"] = "rotary"
     """of all layers."""
-    passes: bool = True
-    """also time each pass of the expert projections beside cuBLAS."""
+    passes: Chosen[bool] = True
+    """leave out the passes of the expert projections, each timed beside cuBLAS."""
     as_json: Json = False
 
     def run(self) -> None:
