@@ -27,7 +27,7 @@ class HeadGatedAttention(MultiHeadAttention):
         expert_dropout: probability that a head may not be chosen by a token, in training.
         router_threshold: see `Router`'s threshold.
         qk_norm: norm queries and keys in each head (see `QKNorm`).
-        causal: queries see no later keys.
+        causal: queries see no later keys, of a `context` either: False for cross-attention.
         init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
 
     Raises:

@@ -51,7 +51,7 @@ class MoAAttention(nn.Module):
         expert_dropout: probability that an expert may not be chosen by a token, in training.
         router_threshold: see `Router`'s threshold.
         qk_norm: norm queries and keys (see `QKNorm`).
-        causal: queries see no later keys.
+        causal: queries see no later keys, of a `context` either: False for cross-attention.
         init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
         backend: how expert projections run, see `switchhead.ops.moe_linear`.
 

@@ -40,7 +40,7 @@ class MultiHeadAttention(nn.Module):
         n_kv_heads: key and value heads, a divisor of n_heads; default n_heads. 1 is multi-query attention.
         positions: `None`, `"rotary"` / `Rotary(...)`, or `"relative"` / `Relative()`.
         qk_norm: norm queries and keys in each head (see `QKNorm`).
-        causal: queries see no later keys.
+        causal: queries see no later keys, of a `context` either: False for cross-attention.
         init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
 
     Raises:

@@ -63,7 +63,7 @@ class SwitchHeadAttention(nn.Module):
         router_threshold: dynamic k: chosen experts whose gate does not exceed it are not used; 0 uses all k.
         expert_norm_init: bring the initial experts to one norm across the expert axis, keeping their deviation.
         qk_norm: norm queries and keys in each head (see `QKNorm`).
-        causal: queries see no later keys.
+        causal: queries see no later keys, of a `context` either: False for cross-attention.
         init_scale: multiplies initial standard deviations; a model of L layers passes `sqrt(2 / L)`.
         backend: how expert projections run, see `switchhead.ops.moe_linear`.
 
