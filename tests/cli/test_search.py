@@ -6,6 +6,7 @@ import sys
 import pytest
 
 from switchhead import cli
+from switchhead.search import Report
 
 
 @pytest.fixture
@@ -31,6 +32,13 @@ def test_a_search_is_printed_and_goes_on_with_the_same_command_and_resume(capsys
     assert report["chosen"] == "tiny-dense-h2-e4-k2"
     assert report["steps"] == 1
     assert len(report["trials"]) == 2
+
+
+def test_a_search_stopped_in_its_first_training_shows_no_table_without_rows(monkeypatch, capsys, tmp_path, text):
+    stopped = Report(kind="search", recipe="tiny-dense", data=text, valid=None, steps=1, tokens_per_step=256, seed=0)
+    monkeypatch.setattr("switchhead.search.search", lambda *arguments, **options: stopped)
+    assert cli.main(["search", "tiny-dense", "--data", text, "--out", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out == "stopped early; the same command with --resume goes on from here\n"
 
 
 @pytest.mark.slow

@@ -114,9 +114,11 @@ def _show(report: Report, out: Path, *, as_json: bool) -> None:
         (trial.name, f"{trial.parameters:,}", f"{trial.macs:,}", f"{trial.cache_numbers:,}", f"{trial.perplexity:.4f}")
         for trial in report.trials
     ]
-    print(table(("model", "parameters", "attention MACs", "cache", "perplexity"), rows, right_aligned=(1, 2, 3, 4)))
+    if rows:
+        header = ("model", "parameters", "attention MACs", "cache", "perplexity")
+        print(table(header, rows, right_aligned=(1, 2, 3, 4)) + "\n")
     if report.finished:
         verdict = "no configuration is as good as dense" if report.chosen is None else f"chosen: {report.chosen}"
-        print(f"\n{verdict}\n{out / 'report.md'} has all of it")
+        print(f"{verdict}\n{out / 'report.md'} has all of it")
     else:
-        print("\nstopped early; the same command with --resume goes on from here")
+        print("stopped early; the same command with --resume goes on from here")
