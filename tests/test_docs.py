@@ -17,7 +17,7 @@ def test_every_block_of_the_guide_runs_and_its_attention_weights_are_the_layers(
     monkeypatch.chdir(tmp_path)
     Path("novel.txt").write_text("It was the best of times, it was the worst of times. " * 40)
     recipe = get_recipe("tiny-switchhead").with_training(steps=2)
-    train(model=recipe.model, training=recipe.training, data="text:novel.txt", out="runs/novel", recipe=recipe.name)
+    train(model=recipe.model, training=recipe.training, data="text:novel.txt", out="runs/novel", device="cpu")
     shown = {}
     for block in re.findall(r"^```python\n(.*?)^```", USE.read_text(), re.MULTILINE | re.DOTALL):
         exec(compile(block, str(USE), "exec"), shown)
