@@ -109,7 +109,7 @@ def reopen_run(
 
 
 def _require_same_tokenizer(run: RunDirectory, vocabulary: Vocabulary) -> None:
-    own = load_vocabulary(run.tokenizer)
+    own = load_vocabulary(run.tokenizer, size=run.config["model"]["vocab_size"])
     if own.fingerprint != vocabulary.fingerprint:
         tokenizer = "bytes" if isinstance(own, ByteVocabulary) else run.tokenizer
         raise RunError(
