@@ -30,6 +30,7 @@ $(STAMP): pyproject.toml constraints.txt
 	@command -v g++ >/dev/null || { echo "switchhead needs g++ (for torch.compile): apt-get install g++"; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || \
 		{ echo "Python lacks venv: apt-get install python3-venv"; exit 1; }
+	@echo "installing into $(VENV): about 3 GB, some minutes the first time"
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[dev]'
 	@touch $@
