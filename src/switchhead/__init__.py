@@ -10,12 +10,11 @@ from switchhead.nn import (
     SwitchHeadAttention,
 )
 from switchhead.ops import moe_linear, route
-from switchhead.routing import Grouping, Routing
+from switchhead.routing import Routing
 
 __version__ = "0.1.0"
 
 __all__ = [
-    "Grouping",
     "HeadGatedAttention",
     "MoAAttention",
     "MultiHeadAttention",

@@ -1,4 +1,4 @@
-"""What a router decided: which experts each token uses, with which weight, and the order that grouped matmuls need."""
+"""What a router decided: which experts each token uses, and with which weight."""
 
 from __future__ import annotations
 
@@ -7,19 +7,6 @@ from dataclasses import dataclass
 import torch
 from jaxtyping import Float, Int
 from torch import Tensor
-
-
-@dataclass(frozen=True)
-class Grouping:
-    """Slots ordered by expert.
-
-    A slot is one choice of one token: number `(token * n_heads + head) * k + j`. Group `g` holds the slots that chose
-    one expert of one head (`g = head * n_experts + expert`; `g = expert` where all heads share a pool), in ascending
-    order: `order[offsets[g]:offsets[g + 1]]`.
-    """
-
-    order: Int[Tensor, " slots"]
-    offsets: Int[Tensor, " groups+1"]
 
 
 @dataclass(frozen=True)
@@ -70,19 +57,11 @@ class Routing:
         return Routing(self.gates.flatten(1)[..., None], self.expert_indices.flatten(1)[..., None], self.n_experts)
 
     def groups(self, *, shared_pool: bool = False) -> Int[Tensor, "tokens heads k"]:
-        """Group number of every slot (see `Grouping`)."""
+        """Every choice's expert among those of all heads, `head * n_experts + expert`; of a shared pool the expert."""
         if shared_pool:
             return self.expert_indices
         heads = torch.arange(self.n_heads, device=self.expert_indices.device, dtype=self.expert_indices.dtype)
         return self.expert_indices + heads[:, None] * self.n_experts
-
-    def grouping(self, *, shared_pool: bool = False) -> Grouping:
-        """Order the slots by expert, by a stable sort (the GPU kernels count instead)."""
-        n_groups = self.n_experts if shared_pool else self.n_heads * self.n_experts
-        groups = self.groups(shared_pool=shared_pool).flatten()  # [slots]
-        ordered, order = groups.sort(stable=True)
-        bounds = torch.arange(n_groups + 1, device=groups.device, dtype=ordered.dtype)
-        return Grouping(order, torch.searchsorted(ordered, bounds))
 
     def dense_gates(self) -> Float[Tensor, "tokens heads experts"]:
         """Gates scattered over all experts; zero where an expert was not chosen."""

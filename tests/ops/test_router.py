@@ -64,16 +64,11 @@ def test_dropped_experts_are_never_chosen_while_k_remain_and_weigh_nothing_after
     assert all(torch.isfinite(g).all() for g in gradients(routing.gates, x, weight))
 
 
-def test_grouping_lists_every_slot_once_in_order_of_its_expert():
+def test_groups_number_the_experts_of_all_heads():
     routing = route(torch.randn(50, 8), torch.randn(3, 4, 8), 2)
-    for pool in (False, True):
-        grouping = routing.grouping(shared_pool=pool)
-        groups = routing.groups(shared_pool=pool).flatten()
-        assert sorted(grouping.order.tolist()) == list(range(300))
-        for g in range(len(grouping.offsets) - 1):
-            slots = grouping.order[grouping.offsets[g] : grouping.offsets[g + 1]]
-            assert groups[slots].eq(g).all()
-            assert slots.tolist() == sorted(slots.tolist())
+    assert torch.equal(routing.groups(shared_pool=True), routing.expert_indices)
+    assert torch.equal(routing.groups() // 4, torch.arange(3)[:, None].expand(50, 3, 2))
+    assert torch.equal(routing.groups() % 4, routing.expert_indices)
 
 
 def test_bad_arguments_are_named():

@@ -36,14 +36,12 @@ class _Rows(NamedTuple):
     """R rows of m choices each, ordered by the experts that they chose.
 
     Attributes:
-        order: `[R]`, the row at each place.
         choices: `[R, m]`, which of the flattened gates.
         x_rows: `[R]`, which row of x.
         out_rows: `[R]`, which row of the result they add to (not for `"none"`, whose rows are the choices).
         groups: experts `[m]` of each group, as indices into `[pools * E]`, and its last place.
     """
 
-    order: Tensor
     choices: Tensor
     x_rows: Tensor
     out_rows: Tensor
@@ -72,7 +70,7 @@ def _ordered(x: Tensor, weight: Tensor, expert_indices: Tensor, reduce: str) -> 
     choices = within[order] + (order * width)[:, None]
     divisor = {"none": 1, "k": k // width, "heads": heads * k // width}[reduce]
     x_rows = order // (heads * k // width) if x.ndim == 2 else order // (k // width)
-    return _Rows(order, choices, x_rows, order // divisor, groups)
+    return _Rows(choices, x_rows, order // divisor, groups)
 
 
 def _side_by_side(experts: Tensor, reduce: str) -> Tensor:
