@@ -209,7 +209,8 @@ def test_autocast_keeps_float32_parameters_and_comes_close(attention, positions,
         rough = model(tokens, labels=tokens)
         model(tokens, memory=rough.memory)
     assert rough.logits.dtype == dtype
-    assert rough.loss.item() == pytest.approx(exact.loss.item(), rel=0.1)
+    assert rough.loss.item() == pytest.approx(exact.loss.item(), rel=3e-3)
+    assert relative_error(rough.logits, exact.logits) < 0.3  # a rounded score may choose another expert
     rough.loss.backward()
     assert all(p.grad.dtype == torch.float32 and p.grad.isfinite().all() for p in model.parameters())
 

@@ -7,7 +7,7 @@ import torch
 
 from switchhead.nn import SigmaMoE
 from tests.helpers import gradients, relative_error
-from tests.nn.test_attention import LAYERS, every_layer, every_position
+from tests.nn.layers import LAYERS, every_layer, every_position
 
 pytestmark = pytest.mark.gpu
 every_dtype = pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 0.03)])

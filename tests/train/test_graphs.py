@@ -123,14 +123,17 @@ def device(request):
 @pytest.mark.parametrize("name", SETTINGS)
 def test_replayed_steps_compute_what_plain_steps_do(device, name, monkeypatch):
     recorder = count(monkeypatch, device)
+    start = make_trainer(device, None, *SETTINGS[name]).model
     plain, expected = train_steps(make_trainer(device, None, *SETTINGS[name]))
     replayed, found = train_steps(make_trainer(device, recorder, *SETTINGS[name]))
     for step in range(8):
         assert found[step] == about(expected[step], device), step
     assert recorder.recorded >= 1
     assert recorder.replayed >= 4
-    for (parameter, a), (_, b) in zip(plain.model.named_parameters(), replayed.model.named_parameters(), strict=True):
-        assert torch.equal(a, b) if device == "cpu" else (a - b).norm() < 0.02 * a.norm() + 0.02, parameter
+    names, models = dict(start.named_parameters()), (start, plain.model, replayed.model)
+    for parameter, initial, a, b in zip(names, *(model.parameters() for model in models), strict=True):
+        # Of the way that the steps went: Adam turns rounding errors of tiny gradients into whole steps.
+        assert torch.equal(a, b) if device == "cpu" else (a - b).norm() <= 0.3 * (a - initial).norm(), parameter
     for a, b in zip(tree_leaves(plain.memory), tree_leaves(replayed.memory), strict=True):
         assert a is b is None or ((a - b).norm() <= (0 if device == "cpu" else 0.02 * a.norm()))
 

@@ -205,17 +205,15 @@ def test_masked_documents_do_not_see_each_other(settings, tmp_path):
 
 
 def test_float16_scales_the_loss_and_passes_over_steps_that_overflow(settings, tmp_path):
-    exact = train(**settings).validation
     half = changed({**settings, "out": tmp_path / "half"}, "training", dtype="float16")
     lines = run_and_read(half)
-    assert lines[0]["loss_scale"] == 2**16
-    skipped = [line["step"] for line in lines if line.get("skipped")]
-    assert lines[-1]["loss_scale"] == 2 ** (16 - len(skipped))
+    assert [line["loss_scale"] for line in lines if "loss" in line] == [2**16] * 6
     assert load_run(half["out"], device="cpu").step == 6
     state = json.loads((half["out"] / "checkpoints/step-6/state.json").read_text())
     assert state["loss_scale"]["grows"]
-    assert lines[-1]["loss"] == pytest.approx(run_and_read({**settings, "out": tmp_path / "x"})[-1]["loss"], rel=0.2)
-    assert exact.loss > 0
+    for found, exact in zip(lines, run_and_read(settings), strict=True):
+        for name in {"loss", "gradient_norm"} & found.keys():
+            assert found[name] == pytest.approx(exact[name], rel=1e-3), name
 
 
 def test_a_directory_with_a_run_is_not_written_to_without_resume(settings):

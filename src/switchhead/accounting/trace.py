@@ -155,13 +155,12 @@ class _FusedDropout(TorchFunctionMode):
     """Dropout as on a GPU: one operator, which keeps a byte a number where a CPU keeps factors."""
 
     def __torch_function__(self, func: Any, types: Any, args: tuple = (), kwargs: Mapping[str, Any] | None = None):
-        if func is F.dropout:
-            given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))
-            given.apply_defaults()
-            x, p, training, _ = given.arguments.values()
-            if training and p > 0:
-                return torch.native_dropout(x, p, training)[0]
-        return func(*args, **(kwargs or {}))
+        if func is not F.dropout:
+            return func(*args, **(kwargs or {}))
+        given = inspect.signature(F.dropout).bind(*args, **(kwargs or {}))
+        given.apply_defaults()
+        x, p, training, _ = given.arguments.values()
+        return torch.native_dropout(x, p, training)[0] if training and p > 0 else x
 
 
 class _LiveBytes(TorchDispatchMode):

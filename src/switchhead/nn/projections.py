@@ -26,7 +26,7 @@ from switchhead.routing import Routing
 Projection = TypeVar("Projection", bound=nn.Module)
 
 
-def own(projection: nn.Module, kind: type[Projection]) -> Projection:
+def require(projection: nn.Module, kind: type[Projection]) -> Projection:
     """The projection itself, if it is of the kind that its layer made.
 
     Layers read the weights of their projections and do not call them, so that several run as one.
@@ -101,7 +101,7 @@ def behind_memory(memory: Sequence[Tensor], rows: Sequence[Tensor]) -> Iterator[
 
 def project_output(rows: Float[Tensor, "tokens heads wide"], projection: Linear, d_head: int) -> Tensor:
     """A plain output projection, `[N, d_model]`."""
-    projection = own(projection, Linear)
+    projection = require(projection, Linear)
     d_model, padding = projection.out_features, rows.shape[-1] - d_head
     weight = projection.weight.unflatten(1, (-1, d_head))  # [D, H, d]
     weight = pad(weight, (0, padding, 0, 0, 0, aligned_width(d_model, rows.device) - d_model)).flatten(1)
@@ -123,7 +123,7 @@ def project_positions(
 
 def _stack(x: Tensor, projections: Sequence[Linear], d_head: int) -> Float[Tensor, "heads_d wide"]:
     """Weights of all heads, each padded to an aligned width."""
-    weights = concatenate([own(projection, Linear).weight for projection in projections])
+    weights = concatenate([require(projection, Linear).weight for projection in projections])
     weights = weights.unflatten(0, (-1, d_head))  # [H, d, D]
     padding = (0, x.shape[-1] - weights.shape[-1], 0, aligned_width(d_head, x.device) - d_head)
     return pad(weights, padding).flatten(0, 1)
@@ -137,5 +137,5 @@ def _split_heads(rows: Float[Tensor, "batch T heads_d"], projections: Sequence[L
 
 def _pad(x: Tensor, projection: MoELinear) -> Float[Tensor, "heads experts wide d"]:
     """Experts for inputs of x's width, to an aligned width."""
-    d_in, d_out = own(projection, MoELinear).weight.shape[-2:]
+    d_in, d_out = require(projection, MoELinear).weight.shape[-2:]
     return pad(projection.weight, (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in))

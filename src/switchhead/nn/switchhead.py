@@ -24,12 +24,12 @@ from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, Rotary, as_positions
 from switchhead.nn.projections import (
     behind_memory,
-    own,
     project_all,
     project_experts,
     project_heads,
     project_memory,
     project_output,
+    require,
 )
 from switchhead.nn.router import Router, check_choice
 from switchhead.ops.moe_linear import Backend
@@ -205,7 +205,11 @@ class SwitchHeadAttention(nn.Module):
         self, x: Tensor, rotation: tuple[Tensor, Tensor] | None
     ) -> tuple[Tensor, Tensor, Tensor, Routing]:
         """`_project` of tokens that are their own source."""
-        queries, keys, values = own(self.q_proj, Linear), own(self.k_proj, Linear), own(self.v_proj, MoELinear)
+        queries, keys, values = (
+            require(self.q_proj, Linear),
+            require(self.k_proj, Linear),
+            require(self.v_proj, MoELinear),
+        )
         routers = [router for router in (self.destination_router, self.source_router) if router is not None]
         (q, k, v), routings = project_all(x, queries, keys, routers, values, rotation)
         return q, k, v, routings[0]
@@ -228,7 +232,7 @@ class SwitchHeadAttention(nn.Module):
         router = self._origin_router
         if self._projects_at_once:
             assert router is not None
-            return project_memory(memory, own(self.k_proj, Linear), router, own(self.v_proj, MoELinear))
+            return project_memory(memory, require(self.k_proj, Linear), router, require(self.v_proj, MoELinear))
         memory = pad_width(memory, aligned_width(self.d_model, memory.device))
         origin = router and router.choose(memory.flatten(0, 1))
         return [self._heads(projection, memory, origin) for projection in (self.k_proj, self.v_proj)]

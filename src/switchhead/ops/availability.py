@@ -39,7 +39,7 @@ def as_on_a_gpu() -> Iterator[None]:
 
 
 def is_gpu(device: torch.device) -> bool:
-    """Whether this is a CUDA device."""
+    """Whether this is a CUDA device, or counts as one (`as_on_a_gpu`)."""
     return device.type == "cuda" or _all_are_gpus
 
 

@@ -228,13 +228,13 @@ class Trainer:
             arguments: dict[str, Any] = {"input_ids": rows.inputs, "shift_labels": rows.targets}
             if rows.position_ids is not None:
                 arguments["position_ids"] = rows.position_ids
-                arguments["cu_seqlens"] = self._of_steady_number(document_boundaries(rows.position_ids))
+                arguments["cu_seqlens"] = self._pad_boundaries(document_boundaries(rows.position_ids))
             arguments = {name: self._to_device(value) for name, value in arguments.items()}
             arguments["loss_chunk_length"] = self.training.loss_chunk_length
             loaded.append(_MicroBatch(arguments, len(rows) / self.batches.batch_size if part else 0.0))
         return loaded
 
-    def _of_steady_number(self, boundaries: Tensor) -> Tensor:
+    def _pad_boundaries(self, boundaries: Tensor) -> Tensor:
         """Boundaries with documents of no tokens behind them, up to a power of two: recorded shapes must not vary."""
         if not self.training.cuda_graphs:
             return boundaries

@@ -119,7 +119,7 @@ def _project_inputs_backward(
     weights = (*(weight for _, weight in plain), routers, values)
     if n_tokens == 0:
         of_weights = [weight.new_zeros(weight.shape) for weight in weights]
-        return _five(tokens.new_zeros((0, d_model), dtype=x_dtype), of_weights)
+        return _as_outputs(tokens.new_zeros((0, d_model), dtype=x_dtype), of_weights)
     width = pad_to(d, ALIGN)
     inner, scores = heads * experts * width, routers.shape[0] * experts
     first = len(plain) * heads * width  # columns of the values' experts
@@ -146,15 +146,15 @@ def _project_inputs_backward(
         for grad, weight in zip((*by_head, by_router, by_expert), weights, strict=True)
     ]
     if not of_tokens:
-        return _five(tokens.new_empty(0), of_weights)
+        return _as_outputs(tokens.new_empty(0), of_weights)
     parts = [_aligned_heads(weight, d, width, tokens) for _, weight in plain]
     parts.append(prepare_weight(values, dtype, narrow_in=False, blocks=(ALIGN, ALIGN)).flatten(0, 1))
     scored = routers.flatten(0, 1).to(dtype)
     parts.append(pad(scored, (0, tokens.shape[1] - d_model, 0, shape[1] - last - scores)))
-    return _five(_token_gradients(grads, torch.cat(parts), d_model, x_dtype), of_weights)
+    return _as_outputs(_token_gradients(grads, torch.cat(parts), d_model, x_dtype), of_weights)
 
 
-def _five(of_tokens: Tensor, of_weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _as_outputs(of_tokens: Tensor, of_weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of tokens, queries, keys, routers and values; empty for queries where there are none."""
     *of_queries, of_keys, of_routers, of_values = of_weights
     return of_tokens, of_queries[0] if of_queries else of_keys.new_empty(0), of_keys, of_routers, of_values

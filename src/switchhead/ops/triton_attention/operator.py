@@ -76,13 +76,13 @@ def divide(q: Tensor, k: Tensor, tile: int, *, causal: bool) -> Division:
     blocks = triton.cdiv(k.shape[2] - queries + tiles * tile if causal else k.shape[2], tile) + 1
     windows = blocks if causal else tiles - 1 + blocks
     fitting_tiles = max(1, _CHUNK_BYTES // (heads * blocks * tile**2 * q.itemsize))
-    sequences, some = _even(batch, fitting_tiles // tiles), _even(tiles, fitting_tiles)
+    n_sequences, n_tiles = _even(batch, fitting_tiles // tiles), _even(tiles, fitting_tiles)
     chunks = [
-        Chunk(sequence, min(sequences, batch - sequence), first, min(some, tiles - first))
-        for sequence in range(0, batch, sequences)
-        for first in range(0, tiles, some)
+        Chunk(sequence, min(n_sequences, batch - sequence), tile, min(n_tiles, tiles - tile))
+        for sequence in range(0, batch, n_sequences)
+        for tile in range(0, tiles, n_tiles)
     ]
-    splits = max(1, min(sequences, 4 * _multiprocessors(q.device) // (windows * heads)))
+    splits = max(1, min(n_sequences, 4 * _multiprocessors(q.device) // (windows * heads)))
     return Division(chunks, blocks, windows, splits)
 
 
