@@ -71,7 +71,7 @@ def bench_steps(
     for name, model, training in models:
         if device.type == "cuda":
             torch.cuda.reset_peak_memory_stats(device)
-        batches = _random_batches(model, training)
+        batches = random_batches(model, training)
         trainer = Trainer(model, training, batches, device, world, parallel)
         for _ in range(warmup):
             trainer.train_step()
@@ -121,7 +121,8 @@ def steps_as_table(rows: Sequence[StepRow]) -> str:
     return "\n".join(lines)
 
 
-def _random_batches(model: SwitchHeadConfig, training: TrainingConfig) -> Batches:
+def random_batches(model: SwitchHeadConfig, training: TrainingConfig) -> Batches:
+    """Batches of random tokens, as training would read them."""
     n_tokens = max(2**20, 4 * training.chunk_length)
     tokens = np.random.default_rng(0).integers(model.vocab_size, size=n_tokens, dtype=np.uint32)
     if model.memory_length:

@@ -1,0 +1,105 @@
+"""The processes of torchrun on two GPUs, over NCCL."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+
+from switchhead.train.metrics import read_metrics
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.slow,
+    pytest.mark.skipif(torch.cuda.device_count() < 2, reason="wants two GPUs"),
+]
+TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+LIMIT = 150  # seconds; a rank that waits for ever must not hold up the rest
+
+
+def start(out, text, *options, ranks=2):
+    command = TORCHRUN if ranks > 1 else [sys.executable]
+    settings = ["--data", text, "--out", str(out), "--batch-size", "6", "--chunk-length", "32", "--device", "cuda"]
+    return subprocess.Popen(
+        [*command, "-m", "switchhead", "train", "tiny-switchhead", *settings, "--json", *options],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+
+
+def finish(process):
+    """What it wrote to standard output and standard error; it has ended, one way or the other."""
+    try:
+        return process.communicate(timeout=LIMIT)
+    except subprocess.TimeoutExpired:
+        os.killpg(process.pid, signal.SIGKILL)
+        pytest.fail(f"did not end within {LIMIT} s: {process.communicate()}")
+
+
+def train(out, text, *options, ranks=2):
+    process = start(out, text, *options, ranks=ranks)
+    output, errors = finish(process)
+    assert process.returncode == 0, errors
+    return json.loads(output)
+
+
+def losses(out):
+    path = out / "metrics.jsonl"
+    return [line["loss"] for line in read_metrics(path) if "loss" in line] if path.exists() else []
+
+
+def wait_for_steps(process, out, number):
+    end = time.monotonic() + LIMIT
+    while len(losses(out)) < number:
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < end, "no steps"
+        time.sleep(0.1)
+
+
+def pid_of_rank(process, rank):
+    children = Path(f"/proc/{process.pid}/task/{process.pid}/children").read_text().split()
+    return next(int(pid) for pid in children if f"RANK={rank}\0" in Path(f"/proc/{pid}/environ").read_text())
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("options", [["ddp"], ["fsdp"], ["ddp", "--compile", "on"], ["fsdp", "--compile", "on"]])
+def test_two_gpus_compute_what_one_does(text, tmp_path, options, dtype):
+    common = ["--steps", "4", "--dtype", dtype, "--micro-batch-size", "2"]
+    train(tmp_path / "one", text, *common, ranks=1)
+    assert train(tmp_path / "two", text, *common, "--parallel", *options)["finished"]
+    tolerance = {"float32": 1e-4, "bfloat16": 5e-3}[dtype]
+    assert losses(tmp_path / "two") == pytest.approx(losses(tmp_path / "one"), rel=tolerance)
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_killed_rank_ends_the_job_within_a_minute_and_one_gpu_goes_on(text, tmp_path, parallel):
+    process = start(tmp_path / "run", text, "--parallel", parallel, "--steps", "100000", "--save-every", "2")
+    wait_for_steps(process, tmp_path / "run", 3)
+    os.kill(pid_of_rank(process, 1), signal.SIGKILL)
+    killed = time.monotonic()
+    _, errors = finish(process)
+    seconds = time.monotonic() - killed
+    print(f"ended after {seconds:.1f} s:\n{errors}")
+    assert seconds < 60
+    assert process.returncode != 0
+    assert "lost another rank" in errors or "exitcode  : -9" in errors
+    steps = len(losses(tmp_path / "run"))
+    done = train(tmp_path / "run", text, "--steps", str(steps + 2), "--resume", "--allow-changes", ranks=1)
+    assert done["finished"]
+    assert len(losses(tmp_path / "run")) == steps + 2
+
+
+def test_sigterm_to_torchrun_lets_ranks_finish_their_step_and_save(text, tmp_path):
+    process = start(tmp_path / "run", text, "--steps", "100000", "--save-every", "100000")
+    wait_for_steps(process, tmp_path / "run", 3)
+    process.terminate()
+    finish(process)
+    steps = len(losses(tmp_path / "run"))
+    assert (tmp_path / "run/checkpoints" / f"step-{steps}").is_dir()
