@@ -71,6 +71,7 @@ def expert_passes(config: LayerConfig, scores: Tensor) -> Iterator[tuple[str, Ca
     from switchhead.ops.triton.moe_linear import _backward, _forward
     from switchhead.ops.triton.problem import Problem
     from switchhead.ops.triton.router import _route, _route_backward
+    from switchhead.ops.triton.tuning import project_tile
 
     tokens, heads, experts, k, device = len(scores), config.n_heads, config.n_experts, config.k, scores.device
     d_model, d, dtype = aligned_width(config.d_model, device), aligned_width(config.d_head, device), torch.bfloat16
@@ -99,7 +100,7 @@ def expert_passes(config: LayerConfig, scores: Tensor) -> Iterator[tuple[str, Ca
     def route_and_sort() -> None:
         _, chosen, _ = _route(x, routers, k, False, None)
         for side in chosen.split(heads, 1):
-            group_rows(side, by_sets)
+            group_rows(side, by_sets, project_tile(dtype, by_sets.slots, d).m)
 
     yield "router and sort, two sides", route_and_sort
     chosen = _route(x, routers, k, False, None)

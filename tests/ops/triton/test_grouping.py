@@ -1,5 +1,6 @@
 from itertools import pairwise
 
+import pytest
 import torch
 
 from switchhead.ops.triton.grouping import Rows, group_rows
@@ -22,7 +23,7 @@ def experts_of(row: int, rows: Rows, indices) -> list[int]:
 
 
 def check(indices, rows: Rows, *, block: int = 16, **options) -> None:
-    groups = group_rows(indices, rows)
+    groups = group_rows(indices, rows, block, **options)
     order = groups.order.tolist()
     assert sorted(order) == list(range(indices.numel() // rows.slots))
     offsets = groups.offsets.tolist()
@@ -30,7 +31,7 @@ def check(indices, rows: Rows, *, block: int = 16, **options) -> None:
         assert order[first:end] == sorted(order[first:end])
 
     covered = []
-    for tiles in groups.tiles(block, **options).tolist():
+    for tiles in groups.tiles.tolist():
         *records, (n_tiles, *_) = tiles
         assert n_tiles == sum(1 for record in records if record[:2] != [0, 0])
         for start, end, *rest in records:
@@ -64,13 +65,22 @@ def test_even_tiles_cover_unequal_groups(device):
 
 def test_records_past_the_last_tile_are_empty_however_many_rounding_leaves(device, poisoned_allocations):
     indices = torch.arange(4, dtype=torch.int32, device=device).repeat(23)  # 1.4 tiles a group, rounded to 1
-    tiles = group_rows(indices[:, None, None], Rows(1, 1, 1, 1, 4, single=True)).tiles(16, even=4)[0].tolist()
+    tiles = group_rows(indices[:, None, None], Rows(1, 1, 1, 1, 4, single=True), 16, even=4).tiles[0].tolist()
     assert [record[:2] for record in tiles[:-1]] == [[0, 23], [23, 46], [46, 69], [69, 92]] + [[0, 0]] * 6
+
+
+@pytest.mark.parametrize("by_segment", [False, True])
+@pytest.mark.parametrize("tokens", [1, 1100])
+def test_one_row_and_several_blocks_of_rows_are_grouped_alike(tokens, by_segment, device, poisoned_allocations):
+    indices = random_indices(tokens, 2, 3, 2, device)
+    check(indices, Rows(2, 1, 1, 2, 3), block=128, by_segment=by_segment)
+    all_the_same = torch.arange(2, device=device).expand(tokens, 2, 2)
+    check(all_the_same, Rows(2, 1, 1, 2, 3), block=128, by_segment=by_segment)
 
 
 def test_groups_nobody_chose_are_empty(device):
     indices = torch.zeros(20, 1, 1, dtype=torch.int32, device=device)
-    groups = group_rows(indices, Rows(1, 1, 1, 1, 4))
+    groups = group_rows(indices, Rows(1, 1, 1, 1, 4), 16)
     assert groups.offsets.tolist() == [0, 20, 20, 20, 20]
 
 

@@ -35,6 +35,7 @@ def accumulate(
     Args:
         rows: `[rows * slots, depth]`, a row's slots in ascending order of experts.
         weight: `[matrices, depth_padded, n]`, padded to the tile.
+        groups: the rows, in tiles of `tile.m`, a map for each pass.
         width: columns of the result.
         passes: add up the segments, one launch for each, into one row for each token; otherwise every row has its own.
     """
@@ -42,7 +43,7 @@ def accumulate(
     segments = groups.rows.segments
     n_out = n_rows // segments if passes else n_rows
     out = torch.empty(n_out, width, dtype=rows.dtype, device=rows.device)
-    tiles = groups.tiles(tile.m, by_segment=passes)
+    tiles = groups.tiles
     bound, columns = tiles.shape[1] - 1, triton.cdiv(width, tile.n)
     programs = torch.sym_min(bound * columns, tile.programs_per_sm * multiprocessors(rows.device))
     for i in range(tiles.shape[0]):

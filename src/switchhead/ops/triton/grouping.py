@@ -66,61 +66,55 @@ class Rows:
 
 @dataclass(frozen=True)
 class Groups:
-    """`order[offsets[g]:offsets[g + 1]]` are the rows of group g (segment-major), ascending."""
+    """`order[offsets[g]:offsets[g + 1]]` are the rows of group g (segment-major), ascending; `tiles` cover them.
+
+    The bound on the number of tiles follows from shapes alone; records past the last tile are empty (first row and end
+    are 0), and the very last one holds the number of tiles. Tiles are listed by their relative place in their group:
+    programs that run together then read the same tokens, which stay in the L2 cache.
+    """
 
     rows: Rows
     order: Tensor  # int32 [rows]
     offsets: Tensor  # int32 [segments * groups + 1]
-
-    def tiles(self, block: int, *, by_segment: bool = False, even: int = 0) -> Tensor:
-        """Records of the tiles of at most `block` rows that cover all groups, int32 `[maps, bound + 1, RECORD]`.
-
-        The bound follows from shapes alone; records past the last tile are empty (first row and end are 0), and the
-        very last one holds the number of tiles. Tiles are listed by their relative place in their group: programs that
-        run together then read the same tokens, which stay in the L2 cache.
-
-        Args:
-            by_segment: one map for each segment.
-            even: cut each group into `max(1, round(rows / block))` tiles of equal size instead, a multiple of `even`.
-        """
-        rows = self.rows
-        n_maps = rows.segments if by_segment else 1
-        groups = rows.groups * rows.segments // n_maps
-        bound = triton.cdiv(self.order.numel() // n_maps, block) + groups
-        tiles = torch.empty(n_maps, bound + 1, RECORD, dtype=torch.int32, device=self.order.device)
-        padded = triton.next_power_of_2(groups)
-        visible(_tiles_kernel)[(groups, n_maps)](
-            self.offsets, tiles, bound, groups, rows.groups, rows.n_experts, rows.parts, rows.k,
-            rows.sets, rows.slots, rows.single, rows.pooled, block, even,
-            triton.next_power_of_2(rows.n_experts), padded, max(16, min(64, _ONE_HOT // padded)),
-        )  # fmt: skip
-        return tiles
+    tiles: Tensor  # int32 [maps, bound + 1, RECORD]
 
 
-def group_rows(expert_indices: Tensor, rows: Rows) -> Groups:
-    """Sort the rows of `expert_indices [N, H, K]` by the experts they chose."""
+def group_rows(expert_indices: Tensor, rows: Rows, block: int, *, by_segment: bool = False, even: int = 0) -> Groups:
+    """Sort the rows of `expert_indices [N, H, K]`, N > 0, by the experts they chose; cover them with tiles.
+
+    Args:
+        block: rows of a tile at most.
+        by_segment: one map of tiles for each segment.
+        even: cut each group into `max(1, round(rows / block))` tiles of equal size instead, a multiple of `even`.
+    """
     indices = expert_indices.contiguous()
     device = indices.device
     n_slots = indices.numel()
     n_rows = n_slots if rows.single else n_slots // rows.slots
     per_segment = n_rows // rows.segments
     padded = triton.next_power_of_2(rows.groups)
-    block = 512 if padded <= 32 else 256 if padded <= 128 else 1024
-    blocks = triton.cdiv(per_segment, block)
+    counted = 512 if padded <= 32 else 256 if padded <= 128 else 1024
+    blocks = triton.cdiv(per_segment, counted)
     keys = torch.empty(n_rows, dtype=torch.int32, device=device)
     counts = torch.empty(rows.segments, blocks, rows.groups, dtype=torch.int32, device=device)
     order = torch.empty(n_rows, dtype=torch.int32, device=device)
     offsets = torch.empty(rows.segments * rows.groups + 1, dtype=torch.int32, device=device)
-    grid = (blocks, rows.segments)
-    visible(_count_kernel)[grid](
+    maps = rows.segments if by_segment else 1
+    groups = rows.groups * rows.segments // maps
+    bound = triton.cdiv(n_rows // maps, block) + groups
+    tiles = torch.empty(maps, bound + 1, RECORD, dtype=torch.int32, device=device)
+    visible(_count_kernel)[(blocks, rows.segments)](
         indices, keys, counts, per_segment, rows.segments, rows.inner, rows.parts, rows.k,
-        rows.sets, rows.single, rows.groups, padded, block,
+        rows.sets, rows.single, rows.groups, padded, counted,
     )  # fmt: skip
-    visible(_place_kernel)[grid](
-        keys, counts, order, offsets, per_segment, blocks, rows.segments, rows.inner, rows.k if rows.single else 1,
-        rows.groups, padded, block, min(block, _ONE_HOT // padded),
+    padded_map = triton.next_power_of_2(groups)
+    visible(_place_kernel)[(rows.groups + blocks, rows.segments)](
+        keys, counts, order, offsets, tiles, per_segment, blocks, bound,
+        rows.segments, rows.inner, rows.parts, rows.k, rows.n_experts, rows.sets, rows.slots, rows.single, rows.pooled,
+        rows.groups, padded, counted, min(counted, _ONE_HOT // padded), maps, block, even,
+        triton.next_power_of_2(rows.n_experts), padded_map, max(16, min(64, _ONE_HOT // padded_map)),
     )  # fmt: skip
-    return Groups(rows, order, offsets)
+    return Groups(rows, order, offsets, tiles)
 
 
 @triton.jit
@@ -180,17 +174,34 @@ def _count_kernel(
     tl.store(counts_ptr + (segment * tl.num_programs(0) + block) * GROUPS + g, count, mask=g < GROUPS)
 
 
-@triton.jit(do_not_specialize=["per_segment", "blocks"])
+@triton.jit(do_not_specialize=["per_segment", "blocks", "bound"])
 def _place_kernel(
     keys_ptr,  # int32 [rows]
     counts_ptr,  # int32 [segments, blocks, groups]
     order_ptr,  # int32 [rows]
     offsets_ptr,  # int32 [segments * groups + 1]
-    per_segment, blocks,
-    SEGMENTS: tl.constexpr, INNER: tl.constexpr, RANKS: tl.constexpr,
+    tiles_ptr,  # int32 [maps, bound + 1, 16]
+    per_segment, blocks, bound,
+    SEGMENTS: tl.constexpr, INNER: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N_EXPERTS: tl.constexpr,
+    N_SETS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, POOLED: tl.constexpr,
     GROUPS: tl.constexpr, GROUPS_PADDED: tl.constexpr, BLOCK: tl.constexpr, STEP: tl.constexpr,
+    MAPS: tl.constexpr, TILE: tl.constexpr, EVEN: tl.constexpr, EXPERTS_PADDED: tl.constexpr,
+    MAP_PADDED: tl.constexpr, TILE_STEP: tl.constexpr,
 ):  # fmt: skip
-    block, segment = tl.program_id(0), tl.program_id(1)
+    """The first programs of a segment list the tiles of a group each, the others place a block of rows each.
+
+    All add up the counts for themselves, which is cheaper than a launch.
+    """
+    segment = tl.program_id(1)
+    if tl.program_id(0) < GROUPS:
+        _list_tiles(
+            counts_ptr, tiles_ptr, per_segment, blocks, bound, segment, tl.program_id(0),
+            SEGMENTS, PARTS, K, N_EXPERTS, N_SETS, SLOTS, SINGLE, POOLED, GROUPS,
+            MAPS, TILE, EVEN, EXPERTS_PADDED, MAP_PADDED, TILE_STEP,
+        )  # fmt: skip
+        return
+    block = tl.program_id(0) - GROUPS
+    RANKS: tl.constexpr = K if SINGLE else 1
     g = tl.arange(0, GROUPS_PADDED)
     b = tl.arange(0, STEP)
     total = tl.zeros((GROUPS_PADDED,), tl.int32)
@@ -217,37 +228,41 @@ def _place_kernel(
         base += tl.sum(one_hot, 0)
 
 
-@triton.jit(do_not_specialize=["bound"])
-def _tiles_kernel(
-    offsets_ptr,  # int32 [maps * groups + 1]
-    tiles_ptr,  # int32 [maps, bound + 1, 16]
-    bound,
-    GROUPS: tl.constexpr, SEGMENT_GROUPS: tl.constexpr, N_EXPERTS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr,
-    N_SETS: tl.constexpr, SLOTS: tl.constexpr, SINGLE: tl.constexpr, POOLED: tl.constexpr, BLOCK: tl.constexpr,
-    EVEN: tl.constexpr, EXPERTS_PADDED: tl.constexpr, GROUPS_PADDED: tl.constexpr, STEP: tl.constexpr,
+@triton.jit
+def _list_tiles(
+    counts_ptr, tiles_ptr, per_segment, blocks, bound, segment, digits,
+    SEGMENTS: tl.constexpr, PARTS: tl.constexpr, K: tl.constexpr, N_EXPERTS: tl.constexpr, N_SETS: tl.constexpr,
+    SLOTS: tl.constexpr, SINGLE: tl.constexpr, POOLED: tl.constexpr, GROUPS: tl.constexpr, MAPS: tl.constexpr,
+    TILE: tl.constexpr, EVEN: tl.constexpr, EXPERTS_PADDED: tl.constexpr, MAP_PADDED: tl.constexpr, STEP: tl.constexpr,
 ):  # fmt: skip
-    group, map_ = tl.program_id(0), tl.program_id(1)
-    g = tl.arange(0, GROUPS_PADDED)
-    first = tl.load(offsets_ptr + map_ * GROUPS + g, mask=g < GROUPS, other=0)
-    end = tl.load(offsets_ptr + map_ * GROUPS + g + 1, mask=g < GROUPS, other=0)
-    n_tiles = n_tiles_of(end - first, BLOCK, EVEN)
-    start = tl.load(offsets_ptr + map_ * GROUPS + group)
-    stop = tl.load(offsets_ptr + map_ * GROUPS + group + 1)
+    """Records of one group's tiles; `digits` is its number in its segment, which says what its experts are."""
+    IN_MAP: tl.constexpr = SEGMENTS // MAPS  # segments of a map
+    MAP_GROUPS: tl.constexpr = IN_MAP * GROUPS
+    map_ = segment // IN_MAP
+    group = segment % IN_MAP * GROUPS + digits
+    g = tl.arange(0, MAP_PADDED)
+    b = tl.arange(0, STEP)
+    n_rows = tl.zeros((MAP_PADDED,), tl.int32)
+    for first in range(0, blocks, STEP):
+        at = ((map_ * IN_MAP + g // GROUPS) * blocks)[None, :] + (first + b)[:, None]
+        inside = (first + b < blocks)[:, None] & (g < MAP_GROUPS)[None, :]
+        n_rows += tl.sum(tl.load(counts_ptr + at * GROUPS + (g % GROUPS)[None, :], mask=inside, other=0), 0)
+    n_tiles = n_tiles_of(n_rows, TILE, EVEN)
+    mine = tl.sum(tl.where(g == group, n_tiles, 0), 0)
+    start = map_ * IN_MAP * per_segment + tl.sum(tl.where(g < group, n_rows, 0), 0)
+    stop = start + tl.sum(tl.where(g == group, n_rows, 0), 0)
     records = tiles_ptr + map_.to(tl.int64) * (bound + 1) * 16
 
-    segment = (map_ * GROUPS + group) // SEGMENT_GROUPS
-    rest = (map_ * GROUPS + group) % SEGMENT_GROUPS
     first_matrix = segment * PARTS * N_EXPERTS
     if POOLED:
         first_matrix = segment * 0
-
     matrices = ()
     if SINGLE:
-        matrices = (first_matrix + rest,)
+        matrices = (first_matrix + digits,)
     else:
         c = tl.arange(0, EXPERTS_PADDED)
         for p in tl.static_range(PARTS):  # the first part is the highest digit
-            digit = rest
+            digit = digits
             for _ in tl.static_range(PARTS - 1 - p):
                 digit = digit // N_SETS
             digit = digit % N_SETS
@@ -265,8 +280,7 @@ def _tiles_kernel(
                 chosen = (first_matrix + expert,) + chosen
             matrices = matrices + chosen
 
-    mine = n_tiles_of(stop - start, BLOCK, EVEN)
-    size = tile_size(stop - start, mine, BLOCK, EVEN)
+    size = tile_size(stop - start, mine, TILE, EVEN)
     t = tl.arange(0, STEP)
     for t0 in range(0, mine, STEP):
         tile = t0 + t
@@ -283,7 +297,7 @@ def _tiles_kernel(
         tl.store(record + 2 + SLOTS, number, mask=tile < mine)
     if group == 0:  # the rest of the list is empty
         used = tl.sum(n_tiles, 0)
-        for unused in range(used, bound, GROUPS_PADDED):  # more than there are groups, where tiles are even
+        for unused in range(used, bound, MAP_PADDED):  # more than there are groups, where tiles are even
             at = records + (unused + g).to(tl.int64) * 16
             tl.store(at, 0, mask=unused + g < bound)
             tl.store(at + 1, 0, mask=unused + g < bound)
@@ -292,7 +306,7 @@ def _tiles_kernel(
 
 @triton.jit
 def n_tiles_of(rows, BLOCK: tl.constexpr, EVEN: tl.constexpr):
-    """Tiles of a group of `rows` rows (see `Groups.tiles`)."""
+    """Tiles of a group of `rows` rows (see `group_rows`)."""
     if EVEN:
         return tl.where(rows > 0, tl.maximum((rows + BLOCK // 2) // BLOCK, 1), 0)
     return (rows + BLOCK - 1) // BLOCK

@@ -15,7 +15,13 @@ from switchhead.ops.triton.operands import ALIGN, aligned_rows, pad_to, prepare_
 from switchhead.ops.triton.operator import operator
 from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.project import project
-from switchhead.ops.triton.tuning import accumulate_tile, project_tile, slot_width, weight_grad_tile
+from switchhead.ops.triton.tuning import (
+    WEIGHT_GRAD_CHUNK,
+    accumulate_tile,
+    project_tile,
+    slot_width,
+    weight_grad_tile,
+)
 from switchhead.ops.triton.weight_grad import weight_grad
 from switchhead.routing import Routing
 
@@ -155,7 +161,7 @@ def _backward(
         per_wide_row = p.k if p.per_head and not narrow_in else p.heads * p.k
         tile = weight_grad_tile(dtype, width)
         weight_grad(
-            wide, scaled, group_rows(expert_indices, p.slot_rows()), grad_weight,
+            wide, scaled, group_rows(expert_indices, p.slot_rows(), WEIGHT_GRAD_CHUNK, even=tile.k), grad_weight,
             wide_in=not narrow_in, shared=per_wide_row, precision=_precision(), tile=tile,
         )  # fmt: skip
     return grad_x, grad_weight, grad_gates
@@ -262,7 +268,8 @@ def _project(
     dot_shared = slots_per_head * (1 if p.per_head else p.heads)
     out, kept, dots = project(
         x, prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(tile.n, tile.k)),
-        expert_indices.contiguous(), None if gates is None else gates.contiguous(), group_rows(expert_indices, rows),
+        expert_indices.contiguous(), None if gates is None else gates.contiguous(),
+        group_rows(expert_indices, rows, tile.m),
         width=width, shared=shared * slots_per_head, precision=_precision(), tile=tile,
         keep_from=keep_from, dot_with=dot_with, dot_shared=dot_shared,
     )  # fmt: skip
@@ -306,7 +313,7 @@ def _accumulate_rows(
     tile = accumulate_tile(dtype, rows.slots * depth)
     prepared = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(depth, tile.n))
     out = accumulate(
-        scaled, prepared, group_rows(expert_indices, rows),
+        scaled, prepared, group_rows(expert_indices, rows, tile.m, by_segment=passes),
         width=width, depth=depth, passes=passes, precision=_precision(), tile=tile,
     )  # fmt: skip
     n_out = p.tokens * p.heads if per_head else p.tokens

@@ -35,6 +35,7 @@ def project(
         weight: `[matrices, n, K]`, padded to the tile.
         expert_indices: `[rows, slots]` in the caller's order of slots.
         gates: `[rows, slots]`; None: no sum.
+        groups: the rows, in tiles of `tile.m`.
         width: columns of the result.
         keep_from: also return y of the caller's slots from this one on.
         dot_with: `[rows / dot_shared, width]`, contiguous: also return `y[row, j] . dot_with[row // dot_shared]`,
@@ -53,9 +54,8 @@ def project(
     dots = None
     if dot_with is not None:
         dots = torch.empty(columns, n_rows, slots, dtype=torch.float32, device=x.device)
-    tiles = groups.tiles(tile.m)
-    visible(_project_kernel)[((tiles.shape[1] - 1) * columns,)](
-        x, weight, expert_indices, gates, groups.order, tiles, dot_with, out, kept, dots,
+    visible(_project_kernel)[((groups.tiles.shape[1] - 1) * columns,)](
+        x, weight, expert_indices, gates, groups.order, groups.tiles, dot_with, out, kept, dots,
         n_rows, x.stride(0), shared, dot_shared, x.shape[1], width, *weight.shape[1:], slots, keeps, columns, RECORD,
         precision, tile.m, tile.n, tile.k, num_warps=tile.warps, num_stages=tile.stages,
     )  # fmt: skip

@@ -34,6 +34,7 @@ def weight_grad(
     Args:
         wide: aligned rows `[slots / shared, d_wide]`.
         rows: `[slots, d_narrow_padded]`, scaled by their gates; slots of a head ascend by expert.
+        groups: single slots, in even tiles of `WEIGHT_GRAD_CHUNK`, multiples of `tile.k`: the chunks.
         out: contiguous `[H, E, d_in, d_out]`, any float dtype.
         wide_in: the wide side is `d_in`.
     """
@@ -41,7 +42,7 @@ def weight_grad(
     matrices = out.shape[0] * out.shape[1]
     wide_blocks, narrow_blocks = triton.cdiv(n_wide, tile.m), triton.cdiv(n_narrow, tile.n)
     blocks = wide_blocks * narrow_blocks
-    chunks = groups.tiles(WEIGHT_GRAD_CHUNK, even=tile.k)[0]
+    chunks = groups.tiles[0]
     partial = torch.empty(chunks.shape[0] - 1, blocks, tile.m, tile.n, dtype=torch.float32, device=out.device)
     visible(_partial_sums_kernel)[((chunks.shape[0] - 1) * blocks,)](
         wide, rows, groups.order, chunks, partial, wide.stride(0), shared, wide.shape[1], rows.shape[1],
