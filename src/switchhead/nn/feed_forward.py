@@ -9,6 +9,7 @@ from torch.nn import functional as F
 from switchhead.nn.attention import AuxLosses, check_sizes
 from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
+from switchhead.ops import relu_dropout
 
 
 class _FeedForward(nn.Module):
@@ -65,7 +66,10 @@ class MLP(_FeedForward):
 
     def project(self, x: Float[Tensor, "*batch d_model"]) -> Float[Tensor, "*batch d_model"]:
         """See the class."""
-        return self.down_proj(self.dropout(F.relu(self.up_proj(x))))
+        up, dropout = self.up_proj, self.dropout
+        if dropout.training and dropout.p > 0 and type(up) is Linear:  # not an adapter in its place
+            return self.down_proj(relu_dropout(up.product(x), up.bias, dropout.p))
+        return self.down_proj(dropout(F.relu(up(x))))
 
 
 class SwiGLU(_FeedForward):

@@ -15,5 +15,9 @@ class Linear(nn.Linear):
     def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
         """`[..., in_features] -> [..., out_features]`."""
         if self.bias is None:
-            return F.linear(*cast_together(input, self.weight))
+            return self.product(input)
         return F.linear(*cast_together(input, self.weight, self.bias))
+
+    def product(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
+        """`x W^T`, without the bias."""
+        return F.linear(*cast_together(input, self.weight))

@@ -6,6 +6,7 @@ from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import Choice, choose_backend, moe_linear
 from switchhead.ops.packed import document_boundaries, packed_attention
 from switchhead.ops.relative import relative_attention
+from switchhead.ops.relu_dropout import relu_dropout
 from switchhead.ops.router import route
 
 __all__ = [
@@ -18,5 +19,6 @@ __all__ = [
     "packed_attention",
     "project_inputs",
     "relative_attention",
+    "relu_dropout",
     "route",
 ]
