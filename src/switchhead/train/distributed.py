@@ -7,29 +7,35 @@ for; gradients and sharded weights are the business of PyTorch's DDP and FSDP2.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import itertools
 import os
+import re
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Literal, TypeVar, get_args
+from typing import Any, Literal, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed import distributed_c10d
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 from torch.distributed.rendezvous import rendezvous
 from torch.distributed.tensor import DTensor, Shard, distribute_tensor
 from torch.nn.parallel import DistributedDataParallel
 
-from switchhead.errors import RunError, SwitchHeadError, TrainingError
+from switchhead.errors import RunError, TrainingError
 
 Parallel = Literal["ddp", "fsdp"]
 Result = TypeVar("Result")
 TIMEOUT = timedelta(minutes=10)  # for a rank that hangs; one that dies is noticed at once
+PATIENCE = timedelta(hours=2)  # for one that reads or writes many gigabytes
+# Backward of a norm as one kernel, for the tokens and for the weight at once, takes two to three times what two take.
+_COMPILER: dict[str, str | int | bool | Callable] = {"triton.mix_order_reduction": False}
 
 
 @dataclass(frozen=True)
@@ -40,11 +46,13 @@ class World:
         rank: number of the process.
         size: processes in all.
         local_rank: number of the process on its host.
+        patient: all ranks again, who wait longer for each other; None: in a world of one.
     """
 
     rank: int = 0
     size: int = 1
     local_rank: int = 0
+    patient: dist.ProcessGroup | None = field(default=None, compare=False, repr=False)
 
     @property
     def is_first(self) -> bool:
@@ -82,25 +90,44 @@ class World:
         """Whether any rank says so."""
         return self.sum([float(flag)])[0] > 0
 
+    def together(self, action: Callable[[], Result]) -> Result:
+        """Let every rank do something by itself, which must not speak to others; where it fails, it fails on all.
+
+        Raises:
+            Exception: what the action raised, on the first rank where it failed.
+            RunError: on all other ranks.
+        """
+        result, failure = None, None
+        try:
+            result = action()
+        except Exception as error:  # whatever it is: the others must not wait for this rank
+            failure = error
+        own = self.size if failure is None else self.rank
+        (failed,) = self._reduce([own], dist.ReduceOp.MIN, self.patient)
+        if failure is not None and failed == self.rank:
+            raise failure
+        if failed < self.size:
+            raise RunError(f"rank {self.rank} stops because rank {failed:.0f} failed; its message says why")
+        return result  # pyright: ignore[reportReturnType] (nothing failed)
+
     def first(self, action: Callable[[], Result]) -> Result | None:
         """Let rank 0 do something while the others wait; its result there, None elsewhere.
 
         Raises:
-            RunError: elsewhere, when it failed on rank 0, which raises its own error.
+            Exception: what the action raised, on rank 0.
+            RunError: then, on all other ranks.
         """
-        failure: SwitchHeadError | None = None
-        result = None
-        if self.is_first:
-            try:
-                result = action()
-            except SwitchHeadError as error:
-                failure = error
-        failed = self.any(failure is not None)
-        if failure is not None:
-            raise failure
-        if failed:
-            raise RunError(f"rank {self.rank} stops because rank 0 failed; its message says why")
-        return result
+        return self.together(lambda: action() if self.is_first else None)
+
+    def from_first(self, text: str) -> str:
+        """The text that rank 0 has, on every rank."""
+        if self.size == 1:
+            return text
+        content = list(text.encode()) if self.is_first else []
+        (length,) = self.sum([len(content)])
+        sent = torch.tensor(content or [0] * int(length), dtype=torch.uint8)
+        dist.broadcast(sent, src=0)
+        return bytes(sent.tolist()).decode()
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """CPU tensors of one shape from all ranks, by rank."""
@@ -132,11 +159,13 @@ class World:
         start = rank * each + min(rank, more)
         return range(start, start + each + (rank < more))
 
-    def _reduce(self, values: Sequence[float], operation: dist.ReduceOp.RedOpType) -> list[float]:
+    def _reduce(
+        self, values: Sequence[float], operation: dist.ReduceOp.RedOpType, group: dist.ProcessGroup | None = None
+    ) -> list[float]:
         if self.size == 1:
             return list(values)
         reduced = torch.tensor(values, dtype=torch.float64)
-        dist.all_reduce(reduced, op=operation)
+        dist.all_reduce(reduced, op=operation, group=group)
         return reduced.tolist()
 
 
@@ -153,7 +182,7 @@ def join_world(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started; a world of one without it.
 
     Raises:
-        RunError: the environment says less than `torchrun` does.
+        RunError: the environment says less than `torchrun` does, or the others are not to be found.
         TrainingError: another process was lost.
     """
     if not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ:
@@ -166,23 +195,19 @@ def join_world(device: torch.device) -> Iterator[World]:
     if (place := world.place(device)).type == "cuda":
         torch.cuda.set_device(place.index or 0)  # a device of no number is refused
     try:
-        # Every training of a process meets under keys of its own; an earlier one's name sockets that are closed.
-        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-        store = dist.PrefixStore(f"training-{next(_TRAININGS)}", store)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
-        _KEPT.append(dist.group.WORLD)
-        yield world
-    except RuntimeError as error:
-        if not _is_lost_connection(error):
-            raise
-        fact = str(error).splitlines()[0].split(". ")[0]  # gloo and NCCL add advice
-        raise TrainingError(
-            f"rank {world.rank} of {world.size} lost another rank ({fact}): its own message or torchrun's says why. "
-            "--resume goes on from the last checkpoint, on any number of ranks"
-        ) from error
-    finally:
+        yield _meet(world, backend)
+    except BaseException as error:
         if dist.is_initialized():
-            dist.destroy_process_group()
+            # To destroy a group is to wait for NCCL's kernels; they may wait for ranks that are gone, or wait for this.
+            distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
+        if not isinstance(error, RuntimeError) or not _is_lost_connection(error):
+            raise
+        raise TrainingError(
+            f"rank {world.rank} of {world.size} lost another rank ({_fact(error)}): its own message or torchrun's says "
+            "why. --resume goes on from the last checkpoint, on any number of ranks"
+        ) from error
+    else:
+        dist.destroy_process_group()
 
 
 class Parallelism:
@@ -210,9 +235,9 @@ class Parallelism:
         self.forward: Callable = model
         if compile and dist.is_initialized():  # the whole would take minutes: DDP has it compiled in pieces
             for layer in _layers(model):
-                layer.compile()
+                layer.compile(options=_COMPILER)
         elif compile:
-            self.forward = torch.compile(model)
+            self.forward = torch.compile(_without_scores(model), options=_COMPILER)
         if kind == "fsdp":
             _shard(model, world)
         elif world.size > 1:
@@ -261,6 +286,17 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def _without_scores(model: nn.Module) -> Callable:
+    """The model's losses and memory. Compiled code fills a gradient of zeros for every output that has none."""
+
+    def forward(**inputs: Any) -> Any:
+        output = model(**inputs)
+        output.logits = None
+        return output
+
+    return forward
+
+
 def _layers(model: nn.Module) -> Iterable[nn.Module]:
     return model.model.layers  # pyright: ignore[reportReturnType, reportAttributeAccessIssue]
 
@@ -279,6 +315,33 @@ def _shard(model: nn.Module, world: World) -> None:
     fully_shard(model, mesh=mesh, shard_placement_fn=placement)
 
 
+def _meet(world: World, backend: str) -> World:
+    """Set up the process groups, which takes all ranks."""
+    try:
+        # Every training of a process meets under keys of its own; an earlier one's name sockets that are closed.
+        store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
+        store = dist.PrefixStore(f"training-{next(_TRAININGS)}", store)  # pyright: ignore[reportPrivateImportUsage]
+        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        patient = dist.new_group(backend="gloo", timeout=PATIENCE)
+    except RuntimeError as error:
+        if not _is_lost_connection(error):
+            raise
+        place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
+        raise RunError(
+            f"rank {world.rank} of {world.size} does not find the other ranks by way of {place} ({_fact(error)}): see "
+            "that all of them were started; between hosts, GLOO_SOCKET_IFNAME names the network interface"
+        ) from error
+    _KEPT.extend((dist.group.WORLD, patient))
+    return dataclasses.replace(world, patient=patient)
+
+
 def _is_lost_connection(error: RuntimeError) -> bool:
     """gloo raises plain RuntimeErrors, which only their text tells from others."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)
+
+
+def _fact(error: RuntimeError) -> str:
+    """What gloo or NCCL say, without the place in their source before it and the advice after it."""
+    *_, fact = str(error).partition("Last error:\n")  # NCCL's own, below the general
+    line = (fact or str(error)).strip().splitlines()[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0]
