@@ -122,6 +122,10 @@ class Trainer:
         self.optimizer.zero_grad()
         batch_loss, auxiliary, memory = self.passes(parts, scale)
         norm = self._unscaled_norm()
+        learning_rate = learning_rate_at(self.step + 1, self.training)
+        alone = self.world.size == 1
+        if alone:  # no other rank is asked, so the device need not be waited for before its next work is launched
+            self._update(learning_rate, norm, torch.isfinite(batch_loss) & torch.isfinite(norm))
         self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
         measured = torch.stack([batch_loss, norm, *auxiliary.values()])
         loss, norm_value, *others = measured.tolist()  # the only wait for the device
@@ -130,14 +134,8 @@ class Trainer:
         overflowed = math.isfinite(loss) and self.loss_scale.overflowed(finite=finite)
         if not finite and not overflowed:
             self._skip_or_raise(loss, norm_value, random)
-        learning_rate = learning_rate_at(self.step + 1, self.training)
-        if finite:
-            if self.training.grad_clip is not None:
-                parameters = self.model.parameters()
-                torch.nn.utils.clip_grads_with_norm_(parameters, self.training.grad_clip, norm)
-            for group in self.optimizer.param_groups:
-                group["lr"] = learning_rate
-            self.optimizer.step()
+        if finite and not alone:
+            self._update(learning_rate, norm)
         used_scale = self.loss_scale.scale
         self.loss_scale.update(finite=finite)
         self.memory = memory if math.isfinite(loss) else [None] * len(memory)
@@ -259,6 +257,18 @@ class Trainer:
             for gradient in gradients:
                 gradient.mul_(1 / self.loss_scale.scale)
         return whole(torch.nn.utils.get_total_norm(gradients)).to(self.device)
+
+    def _update(self, learning_rate: float, norm: Tensor, finite: Tensor | None = None) -> None:
+        """Clip and step. Where `finite` is false, which only the device knows, all stays as it is."""
+        if finite is not None:
+            norm = norm.where(finite, 0.0)
+            # What `torch.amp.GradScaler` tells a fused optimizer.
+            self.optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
+        if self.training.grad_clip is not None:
+            torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.training.grad_clip, norm)
+        for group in self.optimizer.param_groups:
+            group["lr"] = learning_rate
+        self.optimizer.step()
 
     def _skip_or_raise(self, loss: float, gradient_norm: float, random: Sequence[Tensor]) -> None:
         name, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", gradient_norm)
