@@ -85,8 +85,6 @@ def triton_obstacle(q: Tensor, k: Tensor) -> str | None:
     """Why the fused kernel cannot run on queries and keys like these; None where it can."""
     if k.shape[-2] < q.shape[-2]:
         return f"the kernels need a key for every query, not S = {k.shape[-2]} keys for T = {q.shape[-2]} queries"
-    if q.shape[0] * q.shape[1] > 65535:  # programs in a grid's second dimension
-        return f"the kernels take at most 65535 heads of all sequences, not {q.shape[0]} x {q.shape[1]}"
     if q.shape[-1] > 256:
         return f"the kernels take heads of at most 256 channels, not {q.shape[-1]}"
     return availability.triton_obstacle(q.device, q.dtype)

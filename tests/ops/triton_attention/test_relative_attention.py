@@ -206,11 +206,56 @@ def test_fewer_keys_than_queries_run_without_the_kernel_alone(keys, causal, devi
         relative_attention(*(x.float() for x in (q, k, v, r)), scale=0.3, causal=causal, backend="triton")
 
 
-def test_more_heads_than_a_grid_has_programs_run_without_the_kernel_alone(device):
-    q, r = torch.randn(2**15, 2, 1, 8, device=device), torch.randn(2, 1, 8, device=device)
-    torch.testing.assert_close(relative_attention(q, q, q, r, scale=0.3), q)  # one key: its value
-    with pytest.raises(ValueError, match="at most 65535 heads of all sequences, not 32768 x 2"):
-        relative_attention(q, q, q, r, scale=0.3, backend="triton")
+class Grids:
+    """In place of a kernel: notes its grids and runs nothing."""
+
+    def __init__(self):
+        self.grids = []
+
+    def __getitem__(self, grid):
+        self.grids.append(grid)
+        return lambda *args, **options: None
+
+
+def test_heads_of_all_sequences_are_numbered_in_the_grid_dimension_without_a_small_limit(monkeypatch, device):
+    """2 x 33,000 of them; all other dimensions of a grid end at 65,535."""
+    q, r = (torch.empty(shape, device=device, requires_grad=True) for shape in ((33_000, 2, 17, 8), (2, 17, 8)))
+    kernels = ("forward_kernel", "query_gradient_kernel", "position_gradient_kernel", "key_gradient_kernel")
+    noted = {name: Grids() for name in kernels}
+    for name, kernel in noted.items():
+        monkeypatch.setattr(operator, name, kernel)
+    relative_attention(q, q, q, r, scale=0.3, backend="triton").sum().backward()
+    for name, kernel in noted.items():
+        assert kernel.grids, name
+        assert all(len(grid) == 1 for grid in kernel.grids), name
+    tile = operator.launch_for(8, q.dtype).tile
+    assert noted["forward_kernel"].grids == [(66_000 * -(-17 // tile),)]
+
+
+@pytest.mark.gpu
+def test_more_heads_than_a_grids_second_dimension_holds_agree_with_plain_pytorch(device):
+    tensors, _ = inputs(batch=33_000, heads=2, key_heads=2, queries=5, keys=7, width=8, device=device)
+    assert_accurate(tensors, None, torch.float32)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_positions_outside_a_chunks_windows_are_left_alone(causal, device):
+    """Adding nothing would turn a negative zero into a positive one."""
+    M, tiles, blocks = 16, 3, 2 if not causal else 4
+    u = torch.ones(1, 1, tiles * M, 16, device=device)
+    grad_p = torch.zeros(1, 1, blocks, M, M, device=device)
+    windows = blocks if causal else tiles - 1 + blocks
+    keys = tiles * M if causal else M
+    grad_r = torch.full((1, 1, windows * M, 16), -0.0, device=device)
+    first_tile = 0  # whose window begins behind those of all later tiles
+    operator.position_gradient_kernel[(windows,)](
+        u, grad_p, grad_r, *u.stride()[:3],
+        1, tiles * M, keys, windows * M, blocks, 0, 1, first_tile, 1, windows, 1,
+        CAUSAL=causal, PRECISION="ieee", M=M, WIDTH=16, D=16,
+    )  # fmt: skip
+    touched = ~grad_r.signbit().view(windows, -1)
+    assert not touched[: tiles - 1].any()
+    assert touched[tiles - 1 :].all()
 
 
 def test_arguments_that_do_not_fit_are_refused(device):

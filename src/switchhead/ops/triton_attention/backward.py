@@ -7,7 +7,7 @@ the second, some sequences or tiles at a time. Nothing is added atomically, so r
 import triton
 import triton.language as tl
 
-from switchhead.ops.triton_attention.forward import LENGTHS, last_visible, visible
+from switchhead.ops.triton_attention.forward import LENGTHS, last_visible, locate, visible
 from switchhead.ops.triton_attention.skew import (
     interleaved,
     load_rows,
@@ -18,7 +18,7 @@ from switchhead.ops.triton_attention.skew import (
     unskew,
 )
 
-CHUNK = [*LENGTHS, "n_blocks", "first_sequence", "first_tile"]
+CHUNK = [*LENGTHS, "n_blocks", "first_sequence", "first_tile", "n_tiles"]
 
 
 @triton.jit(do_not_specialize=CHUNK)
@@ -43,7 +43,7 @@ def query_gradient_kernel(
     stride_gb, stride_gh, stride_gt: tl.constexpr,
     stride_dqb, stride_dqh, stride_dqt: tl.constexpr,
     stride_dub, stride_duh, stride_dut: tl.constexpr,
-    n_heads, n_queries, n_keys, n_positions, n_blocks, first_sequence, first_tile,
+    n_heads, n_queries, n_keys, n_positions, n_blocks, first_sequence, first_tile, n_tiles,
     GROUP: tl.constexpr,
     CAUSAL: tl.constexpr,
     HAS_PAD: tl.constexpr,
@@ -56,10 +56,10 @@ def query_gradient_kernel(
     """Gradients of queries and of their position scores; a program takes one tile of queries."""
     natural = tl.arange(0, M)
     order = interleaved(M)
-    tile = first_tile + tl.num_programs(0) - 1 - tl.program_id(0)  # long rows first
-    i0 = tile * M
-    b = first_sequence + (tl.program_id(1) // n_heads).to(tl.int64)
-    h = (tl.program_id(1) % n_heads).to(tl.int64)
+    place, sequence, h = locate(n_tiles, n_heads)
+    tile = n_tiles - 1 - place  # long rows first
+    i0 = (first_tile + tile) * M
+    b = first_sequence + sequence
     k_ptr += b * stride_kb + (h // GROUP) * stride_kh
     v_ptr += b * stride_vb + (h // GROUP) * stride_vh
     r_ptr += h * stride_rh
@@ -81,7 +81,7 @@ def query_gradient_kernel(
     end = (n_keys - n_queries + i0 + M) if CAUSAL else n_keys  # the last tile's may lie behind the last key
     full = 0 if HAS_PAD else (tl.minimum(n_keys, n_keys - n_queries + i0 + 1) if CAUSAL else n_keys) // M * M
     first_position = n_queries - M - i0
-    own = tl.program_id(1).to(tl.int64) * tl.num_programs(0) + tile - first_tile
+    own = (sequence * n_heads + h) * n_tiles + tile
     words = grad_p_ptr + own * n_blocks * (M * M // 2) + natural[:, None] * (M // 2) + tl.arange(0, M // 2)[None, :]
 
     r = load_rows(r_ptr, first_position, order, n_positions, stride_rp, WIDTH, D)
@@ -127,15 +127,14 @@ def query_gradient_kernel(
     store_rows(grad_q_row, grad_q * grad_scale, i0, natural, n_queries, stride_dqt, WIDTH, D)
 
 
-@triton.jit(
-    do_not_specialize=[*LENGTHS, "n_blocks", "first_sequence", "n_sequences", "first_tile", "n_tiles", "n_splits"]
-)
+@triton.jit(do_not_specialize=[*CHUNK, "n_sequences", "n_windows", "n_splits"])
 def position_gradient_kernel(
     u_ptr,  # [B, H, T, d]
     grad_p_ptr,  # [sequences * H, tiles, blocks, M, M]: what query_gradient_kernel wrote, two numbers a word
     grad_r_ptr,  # [splits, H, P, d] float32: added to
     stride_ub, stride_uh, stride_ut: tl.constexpr,
-    n_heads, n_queries, n_keys, n_positions, n_blocks, first_sequence, n_sequences, first_tile, n_tiles, n_splits,
+    n_heads, n_queries, n_keys, n_positions, n_blocks, first_sequence, n_sequences, first_tile, n_tiles,
+    n_windows, n_splits,
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
     M: tl.constexpr,
@@ -147,14 +146,16 @@ def position_gradient_kernel(
     The windows of all tiles of queries begin a multiple of M apart, the last tile's at block 0.
     """
     natural = tl.arange(0, M)
-    block = tl.program_id(0)
-    h = (tl.program_id(1) % n_heads).to(tl.int64)
-    split = tl.program_id(1) // n_heads
+    block = tl.program_id(0) % n_windows
+    h = (tl.program_id(0) // n_windows % n_heads).to(tl.int64)
+    split = tl.program_id(0) // n_windows // n_heads
     last_tile = tl.cdiv(n_queries, M) - 1
     begin = tl.maximum(first_tile, last_tile - block)
     end = first_tile + n_tiles
     if not CAUSAL:  # windows of causal tiles all end together
         end = tl.minimum(end, last_tile - block + tl.cdiv(n_keys, M) + 1)
+    if begin >= end or split >= n_sequences:  # nothing to add
+        return
 
     u_ptr += h * stride_uh
     entries = grad_p_ptr + natural[:, None] * M + natural[None, :]
@@ -206,10 +207,8 @@ def key_gradient_kernel(
     """Gradients of keys and values; one program per tile of keys, one pass over the queries."""
     natural = tl.arange(0, M)
     order = interleaved(M)
-    j0 = tl.program_id(0) * M
-    n_key_heads = n_heads // GROUP
-    b = (tl.program_id(1) // n_key_heads).to(tl.int64)
-    key_head = (tl.program_id(1) % n_key_heads).to(tl.int64)
+    tile, b, key_head = locate(tl.cdiv(n_keys, M), n_heads // GROUP)
+    j0 = tile * M
     pad_ptr += b * n_keys
     k = load_rows(k_ptr + b * stride_kb + key_head * stride_kh, j0, order, n_keys, stride_kt, WIDTH, D)
     v = load_rows(v_ptr + b * stride_vb + key_head * stride_vh, j0, order, n_keys, stride_vt, WIDTH, D)

@@ -7,6 +7,13 @@ from switchhead.ops.triton_attention.skew import interleaved, load_rows, pack, s
 
 
 @triton.jit
+def locate(n_tiles, n_heads):
+    """This program's tile, sequence and head, numbered in one grid dimension: the others end at 65,535."""
+    head = tl.program_id(0) // n_tiles
+    return tl.program_id(0) % n_tiles, (head // n_heads).to(tl.int64), (head % n_heads).to(tl.int64)
+
+
+@triton.jit
 def last_visible(i, n_queries, n_keys, CAUSAL: tl.constexpr):
     """The last key that query i may see; queries are aligned to the last keys."""
     if CAUSAL:
@@ -56,9 +63,9 @@ def forward_kernel(
     D: tl.constexpr,
 ):  # fmt: skip
     """Weighted averages of the values; one program per tile of queries."""
-    i0 = (tl.num_programs(0) - 1 - tl.program_id(0)) * M  # long rows first
-    b = (tl.program_id(1) // n_heads).to(tl.int64)
-    h = (tl.program_id(1) % n_heads).to(tl.int64)
+    n_tiles = tl.cdiv(n_queries, M)
+    place, b, h = locate(n_tiles, n_heads)
+    i0 = (n_tiles - 1 - place) * M  # long rows first
     k_ptr += b * stride_kb + (h // GROUP) * stride_kh
     v_ptr += b * stride_vb + (h // GROUP) * stride_vh
     r_ptr += h * stride_rh

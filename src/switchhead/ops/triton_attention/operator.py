@@ -125,7 +125,7 @@ def relative_attention(
     if out.numel() == 0:
         return out, lse
     with on_device(q.device):
-        forward_kernel[(triton.cdiv(queries, launch.tile), batch * heads)](
+        forward_kernel[(triton.cdiv(queries, launch.tile) * batch * heads,)](
             q, u, k, v, r, _bytes(padding, q), out, lse,
             scale * _LOG2_E,
             *_strides(q, u, k, v), *r.stride()[:2], *_strides(out),
@@ -178,23 +178,23 @@ def relative_attention_backward(
     grad_r = r.new_zeros(splits, *r.shape, dtype=torch.float32)
     with on_device(q.device):
         for chunk in chunks:
-            query_gradient_kernel[(chunk.n_tiles, chunk.n_sequences * heads)](
+            query_gradient_kernel[(chunk.n_tiles * chunk.n_sequences * heads,)](
                 q, u, k, v, r, pad, out, grad_out, lse, delta, grad_q, grad_u,
                 grad_p.view(torch.int32 if q.itemsize == 2 else torch.int64),
                 scale * _LOG2_E, scale,
                 *inputs, *_strides(out, grad_out, grad_q, grad_u if has_bias else grad_q),
-                *sizes, blocks, chunk.first_sequence, chunk.first_tile,
+                *sizes, blocks, chunk.first_sequence, chunk.first_tile, chunk.n_tiles,
                 **meta,
                 **launch.query_gradient,
             )  # fmt: skip
-            position_gradient_kernel[(windows, splits * heads)](
+            position_gradient_kernel[(windows * splits * heads,)](
                 u, grad_p, grad_r,
                 *_strides(u),
-                *sizes, blocks, *chunk, splits,
+                *sizes, blocks, *chunk, windows, splits,
                 CAUSAL=causal, PRECISION=meta["PRECISION"], M=launch.tile, WIDTH=width, D=meta["D"],
                 **launch.position_gradient,
             )  # fmt: skip
-        key_gradient_kernel[(triton.cdiv(k.shape[2], launch.tile), batch * k.shape[1])](
+        key_gradient_kernel[(triton.cdiv(k.shape[2], launch.tile) * batch * k.shape[1],)](
             q, u, k, v, r, pad, grad_out, lse, delta, grad_k, grad_v,
             scale * _LOG2_E, scale,
             *inputs, *_strides(grad_out, grad_k, grad_v),
