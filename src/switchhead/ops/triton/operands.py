@@ -47,7 +47,7 @@ def prepare_weight(weight: Tensor, dtype: torch.dtype, *, narrow_in: bool, block
         heads * experts, pad_to(narrow, blocks[0]), pad_to(wide, blocks[1]), dtype=dtype, device=weight.device
     )
     block_narrow, block_wide = 32, 64
-    grid = (triton.cdiv(out.shape[1], block_narrow), triton.cdiv(out.shape[2], block_wide), heads * experts)
+    grid = (heads * experts * triton.cdiv(out.shape[1], block_narrow), triton.cdiv(out.shape[2], block_wide))
     visible(_prepare_weight_kernel)[grid](
         weight, out, experts, weight.stride(0), weight.stride(1), weight.stride(narrow_stride),
         weight.stride(wide_stride), narrow, wide, out.shape[1], out.shape[2], block_narrow, block_wide,
@@ -62,8 +62,9 @@ def _prepare_weight_kernel(
     n_experts, stride_h, stride_e, stride_narrow, stride_wide, narrow, wide,
     NARROW_PADDED: tl.constexpr, WIDE_PADDED: tl.constexpr, BLOCK_NARROW: tl.constexpr, BLOCK_WIDE: tl.constexpr,
 ):  # fmt: skip
-    matrix = tl.program_id(2).to(tl.int64)
-    i = tl.program_id(0) * BLOCK_NARROW + tl.arange(0, BLOCK_NARROW)[:, None]
+    BLOCKS: tl.constexpr = tl.cdiv(NARROW_PADDED, BLOCK_NARROW)
+    matrix = (tl.program_id(0) // BLOCKS).to(tl.int64)
+    i = tl.program_id(0) % BLOCKS * BLOCK_NARROW + tl.arange(0, BLOCK_NARROW)[:, None]
     j = tl.program_id(1) * BLOCK_WIDE + tl.arange(0, BLOCK_WIDE)[None, :]
     source = weight_ptr + matrix // n_experts * stride_h + matrix % n_experts * stride_e
     value = tl.load(
