@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 import torch
 
 from switchhead.runs import choose_device, load_run
-from switchhead.train.distributed import World, shard_dimension
+from switchhead.train.distributed import World, fact_of, shard_dimension
 from tests.helpers import relative_error
 
 EXACT = {"dropout": 0.0, "expert_dropout": 0.0}
@@ -133,11 +134,149 @@ def test_processes_of_torchrun_train_one_run_and_speak_once(zygote, tmp_path):
     assert len(measured(tmp_path / "run", "loss")) == 2
 
 
+FIRST_FAILED = "RunError: rank 1 stops because rank 0 failed; its message says why"
+SECOND_FAILED = "RunError: rank 0 stops because rank 1 failed; its message says why"
+
+
+def on_rank_1(call, what, number=1):
+    return {"call": call, "number": number, "when": "before", "what": what, "rank": 1}
+
+
 def test_a_failure_of_the_first_rank_ends_the_others(zygote, tmp_path):
     (tmp_path / "thesis.tex").write_text("years of work")
     first, second = zygote.train_on_ranks(tmp_path, ranks=2)
     assert "is not empty" in first["error"]
-    assert second["error"] == "RunError: rank 1 stops because rank 0 failed; its message says why"
+    assert second["error"] == FIRST_FAILED
+
+
+@pytest.mark.parametrize("file", ["events", "lines"])
+def test_metrics_that_the_first_rank_cannot_write_end_the_others(zygote, tmp_path, file):
+    call = {"events": "switchhead.train.metrics:_EventFile", "lines": "torch.optim:AdamW.step"}[file]
+    what = {"events": "read-only", "lines": "file size limit"}[file]
+    fault = {"call": call, "number": 1, "when": "before", "what": what}
+    first, second = zygote.train_on_ranks(tmp_path, ranks=2, fault=fault)
+    assert first["error"].startswith(f"RunError: cannot write the metrics of {tmp_path}: ")
+    assert second["error"] == FIRST_FAILED
+
+
+@pytest.mark.parametrize("ranks", [[1], [0, 1]])
+def test_text_that_some_rank_cannot_read_ends_all_and_is_told_once(zygote, tmp_path, ranks):
+    faults = [{**on_rank_1("switchhead.train.loop:open_corpus", "no data"), "rank": rank} for rank in ranks]
+    answers = [answer["error"] for answer in zygote.train_on_ranks(tmp_path / "run", ranks=2, faults=faults)]
+    expected = ["DataError: no text on this rank", FIRST_FAILED]
+    assert answers == (expected if 0 in ranks else [SECOND_FAILED, expected[0]])
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("difference", "message"),
+    [
+        ({"training": {"batch_size": 5}}, "training.batch_size is 3 on rank 0 and 5 on rank 1"),
+        ({"parallel": "fsdp"}, "parallel is 'ddp' on rank 0 and 'fsdp' on rank 1"),
+    ],
+)
+def test_ranks_that_were_started_differently_are_told_where(zygote, tmp_path, difference, message):
+    first, second = zygote.train_on_ranks(tmp_path / "run", ranks=2, of_rank={1: difference})
+    assert first["error"] == SECOND_FAILED
+    assert second["error"].startswith(f"RunError: the ranks do not agree: {message}. Start all with the same command")
+    assert not (tmp_path / "run").exists()
+
+
+def test_ranks_with_another_text_are_told_so(zygote, tmp_path):
+    (tmp_path / "other.txt").write_text("another text " * 60)
+    other = {"data": f"text:{tmp_path / 'other.txt'}"}
+    first, second = zygote.train_on_ranks(tmp_path / "run", ranks=2, of_rank={1: other})
+    assert first["error"] == SECOND_FAILED
+    assert "data.sha256 is " in second["error"]
+
+
+def test_the_first_rank_alone_compares_checksums_of_a_checkpoint_and_all_go_on_from_it(zygote, tmp_path):
+    order = {"kind": "relative", "model": EXACT, "ranks": 2}
+    assert zygote.train_on_ranks(tmp_path, fault=SIGTERM, **order) == [{"status": 0, "step": 2, "finished": False}] * 2
+    fault = on_rank_1("switchhead.runs:digest_of", "SIGKILL")
+    assert (
+        zygote.train_on_ranks(tmp_path, resume=True, fault=fault, **order)
+        == [{"status": 0, "step": 8, "finished": True}] * 2
+    )
+
+
+def broken_at(run, step):
+    file = run / f"checkpoints/step-{step}/optimizer.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+
+
+def test_ranks_pass_over_a_broken_checkpoint_alike_and_fail_where_there_is_no_other(zygote, tmp_path):
+    order = {"kind": "rotary", "model": EXACT, "ranks": 2}
+    assert zygote.train_on_ranks(tmp_path / "whole", **order)[1]["finished"]
+    run = tmp_path / "run"
+    fault = {**SIGTERM, "number": 5}
+    assert zygote.train_on_ranks(run, fault=fault, **order) == [{"status": 0, "step": 5, "finished": False}] * 2
+    broken_at(run, 5)
+    answers = zygote.train_on_ranks(run, resume=True, fault={**SIGTERM, "number": 1}, **order)
+    assert answers == [{"status": 0, "step": 5, "finished": False}] * 2  # one step after 4
+    assert measured(run, "loss") == measured(tmp_path / "whole", "loss")[:5]
+    broken_at(run, 5)
+    broken_at(run, 4)
+    first, second = zygote.train_on_ranks(run, resume=True, **order)
+    assert first["error"].startswith("CheckpointError: no usable checkpoint: ")
+    assert second["error"] == FIRST_FAILED
+
+
+def test_a_rank_that_does_not_see_the_checkpoint_ends_all(zygote, tmp_path):
+    order = {"kind": "rotary", "model": EXACT, "ranks": 2}
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    zygote.train_on_ranks(run, fault=SIGTERM, **order)
+    shutil.copytree(run, elsewhere)
+    shutil.rmtree(elsewhere / "checkpoints")
+    first, second = zygote.train_on_ranks(run, resume=True, of_rank={1: {"out": str(elsewhere)}}, **order)
+    assert first["error"] == SECOND_FAILED
+    assert second["error"].startswith(f"CheckpointError: there is no checkpoint {elsewhere}/checkpoints/step-2")
+
+
+@pytest.mark.slow
+def test_ranks_wait_longer_for_disks_than_for_a_rank_that_hangs(zygote, tmp_path):
+    slow = {"call": "switchhead.train.loop:write_checkpoint", "number": 1, "when": "before", "what": "eight seconds"}
+    order = {"model": EXACT, "training": SHORT, "ranks": 2, "timeout": 4}
+    assert zygote.train_on_ranks(tmp_path / "run", fault=slow, **order)[1]["finished"]
+    hangs = on_rank_1("torch.optim:AdamW.step", "eight seconds", number=2)
+    first, _ = zygote.train_on_ranks(tmp_path / "hangs", fault=hangs, **order)
+    assert "lost another rank (Timed out waiting" in first["error"]
+
+
+def test_a_rank_that_fails_alone_says_so_without_waiting_for_the_others(zygote, tmp_path):
+    # As over NCCL, where a group is not destroyed before all ranks come to it.
+    faults = [
+        on_rank_1("torch.optim:AdamW.step", "no memory", number=2),
+        on_rank_1("torch.distributed:destroy_process_group", "for ever"),
+    ]
+    first, second = zygote.train_on_ranks(tmp_path, ranks=2, faults=faults)
+    assert second["error"].startswith("TrainingError: the GPU's memory does not suffice at step 2 (CUDA out of memory)")
+    assert "lost another rank" in first["error"]
+
+
+def test_ranks_that_find_no_others_say_where_they_looked(zygote, tmp_path):
+    answers = zygote.train_on_ranks(tmp_path, ranks=1, timeout=2, ranks_awaited=2)
+    assert answers[0]["error"].startswith("RunError: rank 0 of 2 does not find the other ranks by way of 127.0.0.1:")
+
+
+@pytest.mark.parametrize(
+    ("text", "fact"),
+    [
+        (
+            "[/build/gloo/pair.cc:553] Connection closed by peer [127.0.0.1]:4015",
+            "Connection closed by peer [127.0.0.1]:4015",
+        ),
+        (
+            "NCCL error in: NCCLUtils.hpp:77, unhandled cuda error (run with NCCL_DEBUG=INFO), NCCL version 2.27.5\n"
+            "ncclUnhandledCudaError: Call to CUDA function failed.\nLast error:\nCuda failure 2 'out of memory'",
+            "Cuda failure 2 'out of memory'",
+        ),
+        ("CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has", "CUDA out of memory"),
+    ],
+)
+def test_of_a_library_s_error_the_fact_is_told(text, fact):
+    assert fact_of(RuntimeError(text)) == fact
 
 
 @pytest.mark.parametrize(("rows", "size"), [(3, 2), (3, 4), (64, 8), (1, 1), (5, 3)])

@@ -303,6 +303,21 @@ def test_resuming_with_another_text_is_refused_but_with_the_same_text_elsewhere_
         train(**{**settings, "data": f"text:{copy}"}, resume=True)
 
 
+@pytest.mark.parametrize("left", ["nothing", "an empty directory", "a run without a checkpoint"])
+def test_resuming_where_there_is_no_checkpoint_begins_and_says_so(settings, caplog, left):
+    out = settings["out"]
+    if left == "an empty directory":
+        out.mkdir()
+    if left == "a run without a checkpoint":
+        train(**settings)
+        shutil.rmtree(out / "checkpoints")
+    assert train(**settings, resume=True).finished
+    assert caplog.messages == [f"there is no checkpoint in {out} to resume from: a new run begins there"]
+    caplog.clear()
+    assert train(**settings, resume=True).finished
+    assert not caplog.messages
+
+
 def test_resuming_a_finished_run_does_nothing(settings):
     train(**settings)
     before = (settings["out"] / "metrics.jsonl").read_text()

@@ -13,6 +13,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from switchhead.data import ByteVocabulary
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import load_run
@@ -172,6 +173,15 @@ def test_a_read_only_directory_is_refused_before_training(settings, monkeypatch)
 
     monkeypatch.setattr(os, "replace", refuse)
     with pytest.raises(RunError, match=r"cannot create run directory .*: Read-only file system"):
+        train(**settings)
+
+
+def test_a_tokenizer_that_cannot_be_saved_is_told_in_one_error(settings, monkeypatch):
+    def refuse(*args):
+        raise Exception("No space left on device (os error 28)")  # as the tokenizers library says it
+
+    monkeypatch.setattr(ByteVocabulary, "save", refuse)
+    with pytest.raises(RunError, match=r"cannot save the tokenizer of .*/run: No space left on device"):
         train(**settings)
 
 

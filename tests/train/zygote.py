@@ -2,8 +2,11 @@
 
 Reads one JSON object a line: `out`, `kind` (of the model), `resume`, and perhaps
 
-- `fault`: {"call": a callable's dotted name, "number": which of its calls, "when": "before" or "after", "what": see
-  `FAULTS`, "rank": whose};
+- `faults`: each {"call": a callable's dotted name, "number": which of its calls, "when": "before" or "after", "what":
+  see `FAULTS`, "rank": whose}; `fault`: a single one;
+- `of_rank`: orders by rank, which differ from the others';
+- `ranks_awaited`: how many they take themselves for;
+- `timeout`: seconds that a rank waits for a hanging one;
 - `kill_after`: seconds after which the child is killed;
 - `ranks`: how many children train together, and `parallel`: how;
 - `model` and `training`: settings other than the usual ones; what is compiled is traced, and then run as it is.
@@ -22,14 +25,15 @@ import signal
 import socket
 import sys
 import time
+from datetime import timedelta
 
 import tensorboard.compat.proto.event_pb2
 import tensorboard.summary.writer.record_writer  # noqa: F401 (so that no child has to)
 import torch
 
-from switchhead.errors import SwitchHeadError
+from switchhead.errors import DataError, SwitchHeadError
 from switchhead.hf import SwitchHeadConfig
-from switchhead.train import TrainingConfig, train
+from switchhead.train import TrainingConfig, distributed, train
 
 MODELS = {
     "relative": {"positions": "relative", "memory_length": 12},
@@ -48,12 +52,20 @@ FAULTS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
     "read-only": lambda: fail(errno.EROFS),
+    "no data": lambda: fail_with(DataError("no text on this rank")),
+    "no memory": lambda: fail_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
+    "eight seconds": lambda: time.sleep(8),
+    "for ever": lambda: time.sleep(1000),
     "file size limit": lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (64, 64)),
 }
 
 
 def fail(number):
-    raise OSError(number, os.strerror(number))
+    fail_with(OSError(number, os.strerror(number)))
+
+
+def fail_with(error):
+    raise error
 
 
 def run(order):
@@ -121,9 +133,14 @@ def child(order, rank, port, answer):
     torch.set_num_threads(1)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)  # a write beyond the limit then fails as on a full disk
     if ranks := order.get("ranks"):
+        ranks = order.get("ranks_awaited", ranks)
         os.environ.update(RANK=str(rank), WORLD_SIZE=str(ranks), MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
-    if (fault := order.get("fault")) and fault.get("rank", 0) == rank:
-        inject(fault)
+    for fault in order.get("faults", [order["fault"]] if "fault" in order else []):
+        if fault.get("rank", 0) == rank:
+            inject(fault)
+    if "timeout" in order:
+        distributed.TIMEOUT = timedelta(seconds=order["timeout"])
+    order = {**order, **order.get("of_rank", {}).get(str(rank), {})}
     try:
         content = run(order)
     except SwitchHeadError as error:

@@ -102,7 +102,7 @@ def train(
             parquet:GLOB#column.
         valid: validation text; otherwise the prepared directory's own, or the tail of the training text.
         out: the run directory; otherwise runs/RECIPE.
-        resume: go on from the newest checkpoint of the run directory.
+        resume: go on from the newest checkpoint of the run directory; where there is none, say so and begin.
         allow_changes: resume although recipe, settings or text are not the run's.
         parallel: how the processes of torchrun share the model: ddp keeps it whole in each, fsdp shards it.
         tracker: a service that shows the run, besides metrics.jsonl and TensorBoard; otherwise none.

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import dataclass, field
 from datetime import timedelta
-from typing import Any, Literal, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, TypeVar, get_args
 
 import torch
 import torch.distributed as dist
@@ -46,7 +46,7 @@ class World:
         rank: number of the process.
         size: processes in all.
         local_rank: number of the process on its host.
-        patient: all ranks again, who wait longer for each other; None: in a world of one.
+        patient: all ranks again, waiting longer for each other; None: a world of one.
     """
 
     rank: int = 0
@@ -90,8 +90,12 @@ class World:
         """Whether any rank says so."""
         return self.sum([float(flag)])[0] > 0
 
-    def together(self, action: Callable[[], Result]) -> Result:
+    def together(self, action: Callable[[], Result], *, patient: bool = False) -> Result:
         """Let every rank do something by itself, which must not speak to others; where it fails, it fails on all.
+
+        Args:
+            action: what to do.
+            patient: wait `PATIENCE` for the slowest, not `TIMEOUT`.
 
         Raises:
             Exception: what the action raised, on the first rank where it failed.
@@ -103,30 +107,35 @@ class World:
         except Exception as error:  # whatever it is: the others must not wait for this rank
             failure = error
         own = self.size if failure is None else self.rank
-        (failed,) = self._reduce([own], dist.ReduceOp.MIN, self.patient)
+        (failed,) = self._reduce([own], dist.ReduceOp.MIN, self.patient if patient else None)
         if failure is not None and failed == self.rank:
             raise failure
         if failed < self.size:
             raise RunError(f"rank {self.rank} stops because rank {failed:.0f} failed; its message says why")
         return result  # pyright: ignore[reportReturnType] (nothing failed)
 
-    def first(self, action: Callable[[], Result]) -> Result | None:
+    def first(self, action: Callable[[], Result], *, patient: bool = False) -> Result | None:
         """Let rank 0 do something while the others wait; its result there, None elsewhere.
+
+        Args:
+            action: what to do.
+            patient: see `together`.
 
         Raises:
             Exception: what the action raised, on rank 0.
             RunError: then, on all other ranks.
         """
-        return self.together(lambda: action() if self.is_first else None)
+        return self.together(lambda: action() if self.is_first else None, patient=patient)
 
     def from_first(self, text: str) -> str:
         """The text that rank 0 has, on every rank."""
         if self.size == 1:
             return text
-        content = list(text.encode()) if self.is_first else []
+        content = text.encode() if self.is_first else b""
         (length,) = self.sum([len(content)])
-        sent = torch.tensor(content or [0] * int(length), dtype=torch.uint8)
-        dist.broadcast(sent, src=0)
+        sent = torch.tensor(list(content) or [0] * int(length), dtype=torch.uint8)
+        if len(sent):
+            dist.broadcast(sent, src=0)
         return bytes(sent.tolist()).decode()
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
@@ -203,8 +212,8 @@ def join_world(device: torch.device) -> Iterator[World]:
         if not isinstance(error, RuntimeError) or not _is_lost_connection(error):
             raise
         raise TrainingError(
-            f"rank {world.rank} of {world.size} lost another rank ({_fact(error)}): its own message or torchrun's says "
-            "why. --resume goes on from the last checkpoint, on any number of ranks"
+            f"rank {world.rank} of {world.size} lost another rank ({fact_of(error)}): its own message or torchrun's "
+            "says why. --resume goes on from the last checkpoint, on any number of ranks"
         ) from error
     else:
         dist.destroy_process_group()
@@ -286,13 +295,28 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
-def _without_scores(model: nn.Module) -> Callable:
-    """The model's losses and memory. Compiled code fills a gradient of zeros for every output that has none."""
+def fact_of(error: RuntimeError) -> str:
+    """What gloo or NCCL say, without the place in their source before it and the advice after it."""
+    *_, fact = str(error).partition("Last error:\n")  # NCCL's own, below the general
+    line = (fact or str(error)).strip().splitlines()[0]
+    return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0]
 
-    def forward(**inputs: Any) -> Any:
+
+class _Losses(NamedTuple):
+    """Of the model's output what training reads."""
+
+    loss: Tensor
+    aux_loss: Tensor | None
+    aux_losses: dict[str, Tensor] | None
+    memory: tuple[Tensor, ...] | None
+
+
+def _without_scores(model: nn.Module) -> Callable[..., _Losses]:
+    """The model without its scores: compiled code fills a gradient of zeros for every output that has none."""
+
+    def forward(**inputs: Any) -> _Losses:
         output = model(**inputs)
-        output.logits = None
-        return output
+        return _Losses(output.loss, output.aux_loss, output.aux_losses, output.memory)
 
     return forward
 
@@ -328,8 +352,8 @@ def _meet(world: World, backend: str) -> World:
             raise
         place = f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}"
         raise RunError(
-            f"rank {world.rank} of {world.size} does not find the other ranks by way of {place} ({_fact(error)}): see "
-            "that all of them were started; between hosts, GLOO_SOCKET_IFNAME names the network interface"
+            f"rank {world.rank} of {world.size} does not find the other ranks by way of {place} ({fact_of(error)}): "
+            "see that all of them were started; between hosts, GLOO_SOCKET_IFNAME names the network interface"
         ) from error
     _KEPT.extend((dist.group.WORLD, patient))
     return dataclasses.replace(world, patient=patient)
@@ -338,10 +362,3 @@ def _meet(world: World, backend: str) -> World:
 def _is_lost_connection(error: RuntimeError) -> bool:
     """gloo raises plain RuntimeErrors, which only their text tells from others."""
     return isinstance(error, dist.DistError) or "gloo" in str(error) or "Connection" in str(error)
-
-
-def _fact(error: RuntimeError) -> str:
-    """What gloo or NCCL say, without the place in their source before it and the advice after it."""
-    *_, fact = str(error).partition("Last error:\n")  # NCCL's own, below the general
-    line = (fact or str(error)).strip().splitlines()[0]
-    return re.sub(r"^\[[^]]*\] ", "", line).split(". ")[0]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import logging
 import math
 import os
 import signal
@@ -15,7 +16,6 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
@@ -25,13 +25,15 @@ from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
 from switchhead.train.checkpoint import write_checkpoint
 from switchhead.train.config import TrainingConfig
-from switchhead.train.distributed import Parallel, World, join_world
+from switchhead.train.distributed import Parallel, World, fact_of, join_world
 from switchhead.train.hardware import peak_memory, peak_tokens_per_second
 from switchhead.train.metrics import MetricsLog, NoMetrics
 from switchhead.train.progress import ProgressDisplay, make_progress
-from switchhead.train.run import create_run, describe_run, reopen_run
+from switchhead.train.run import compare_ranks, create_run, describe_run, reopen_run
 from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -85,7 +87,7 @@ def train(
         out: the run directory; new or empty unless `resume`.
         valid: validation text; default: the tail of the training text, which is then not trained on.
         recipe: name to record.
-        resume: go on from the newest checkpoint in `out`; from the beginning if it has none.
+        resume: go on from the newest checkpoint in `out`; where there is none, begin, and log a warning that says so.
         allow_changes: resume although model, training or data are not the run's; the differences are recorded.
         device: "auto" (CUDA if there is any), or a torch device.
         parallel: how several processes share the model: "ddp" keeps it whole in each, "fsdp" shards it.
@@ -99,47 +101,58 @@ def train(
         TrainingError: the loss is not finite, the GPU's memory does not suffice, or another process was lost.
     """
     place = choose_device(device)
-    if tracker is not None:
-        load_service(tracker)
     with join_world(place) as world:
         place = world.place(place)
+        if tracker is not None:
+            service = tracker
+            world.first(lambda: load_service(service))
         # One rank compares checksums, for all.
-        corpus = open_corpus(data, valid, validation_fraction=training.validation_fraction, verify=world.is_first)
+        fraction = training.validation_fraction
+        corpus = world.together(
+            lambda: open_corpus(data, valid, validation_fraction=fraction, verify=world.is_first), patient=True
+        )
         vocabulary = corpus.vocabulary
         model = _fit(model, vocabulary, training)
         try:
             batches = _make_batches(model, training, corpus)
         except DataError as error:
             raise DataError(f"{data}: {error}") from error
-        trainer = Trainer(model, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         described = describe_run(
             recipe=recipe,
             model=model,
             training=training,
             data={"training": data, "validation": valid, **corpus.description},
         )
+        compare_ranks(world, described, parallel=parallel, device=place.type)
+        trainer = Trainer(model, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
-        run = world.first(lambda: opened(Path(out), described, vocabulary)) or open_run(Path(out))
-        if checkpoint := _newest_checkpoint(run, world):
-            trainer.restore(checkpoint)
+        created = world.first(lambda: opened(Path(out), described, vocabulary))
+        run = world.together(lambda: created or open_run(Path(out)))
+        checkpoint = _newest_checkpoint(run, world)
+        if checkpoint is not None:
+            world.together(lambda: trainer.restore(checkpoint), patient=True)
+        elif resume and world.is_first:
+            logger.warning("there is no checkpoint in %s to resume from: a new run begins there", run.path)
         session = _Session(trainer, run, title=recipe or run.path.name, show=progress, tracker=tracker)
         try:
             return session.run_to_end(corpus.validation, vocabulary)
-        except torch.OutOfMemoryError as error:
+        except RuntimeError as error:
+            if "out of memory" not in str(error):  # PyTorch's own error, or one of NCCL or CUDA
+                raise
             raise TrainingError(
-                f"the GPU's memory does not suffice at step {trainer.step + 1} ({str(error).split('. ')[0]}): set a "
+                f"the GPU's memory does not suffice at step {trainer.step + 1} ({fact_of(error)}): set a "
                 f"smaller micro_batch_size (now {training.micro_batch_size or training.batch_size}), a "
                 f"loss_chunk_length, {'cuda_graphs False, ' * training.cuda_graphs}or dtype bfloat16"
             ) from error
 
 
 def _newest_checkpoint(run: RunDirectory, world: World) -> Checkpoint | None:
-    """The one that the first rank finds."""
-    found = world.first(lambda: newest_checkpoint(run.checkpoints, run.fingerprint))
-    (step,) = world.sum([found.step if found else -1] if world.is_first else [0])
-    if world.is_first or step < 0:
-        return found
-    return read_checkpoint(run.checkpoints / f"step-{int(step)}", run.fingerprint)
+    """The one that the first rank finds; it compares checksums, for all."""
+    found = world.first(lambda: newest_checkpoint(run.checkpoints, run.fingerprint), patient=True)
+    if not (name := world.from_first(found.path.name if found else "")):
+        return None
+    path = run.checkpoints / name
+    return world.together(lambda: found or read_checkpoint(path, run.fingerprint, verify=False))
 
 
 class _Session:
@@ -164,25 +177,25 @@ class _Session:
         validation: Evaluation | None = None
         with (
             _StopSignal(show=self.show) as stop,
-            self._open_log() as log,
+            self.world.together(self._open_log) as log,
             make_progress(training.steps, trainer.step, self.title, show=self.show) as display,
         ):
             while trainer.step < training.steps:
                 measured = trainer.train_step()
                 step = trainer.step
                 self.seconds.append(measured.seconds)
-                log.append(step, self._step_values(measured))
+                self._note(log, self._step_values(measured))
                 if step % training.usage_every == 0 and (usage := trainer.measure_usage()):
-                    log.append(step, {"experts": {name: dataclasses.asdict(value) for name, value in usage.items()}})
+                    self._note(log, {"experts": {name: dataclasses.asdict(value) for name, value in usage.items()}})
                 last = step == training.steps
                 if last or step % training.eval_every == 0:
                     validation = self._validate(validation_text, vocabulary, display)
-                    log.append(step, _validation_values(validation))
+                    self._note(log, _validation_values(validation))
                     display.validated(step, validation.perplexity)
                 display.step(step, measured.loss, self.tokens_per_step / statistics.median(self.seconds[-50:]))
                 stopping = self.world.any(stop.received)
                 if last or stopping or step % training.save_every == 0:
-                    log.flush()
+                    self.world.together(log.flush)
                     self._save()
                 if stopping:
                     break
@@ -200,6 +213,10 @@ class _Session:
             return NoMetrics()
         trackers = [Tracker(self.tracker, self.run)] if self.tracker else []
         return MetricsLog(self.run.metrics, self.run.tensorboard, step=self.trainer.step, trackers=trackers)
+
+    def _note(self, log: MetricsLog, values: Mapping[str, Any]) -> None:
+        """Measurements of the step just done; where they cannot be written, all ranks stop."""
+        self.world.together(lambda: log.append(self.trainer.step, values))
 
     def _validate(self, text: TokenArray, vocabulary: Vocabulary, display: ProgressDisplay) -> Evaluation:
         """Every rank scores the whole text: a sharded model needs all of them, and none waits for another."""
@@ -235,7 +252,8 @@ class _Session:
                 state=state,
                 fingerprint=self.run.fingerprint,
                 keep=self.training.keep_checkpoints,
-            )
+            ),
+            patient=True,
         )
 
     def _step_values(self, measured: StepMetrics) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import FORMAT, RunDirectory, identity_of, open_run, package_versions
 from switchhead.train.checkpoint import TEMPORARY, flush_to_disk
 from switchhead.train.config import TrainingConfig
+from switchhead.train.distributed import World
 
 logger = logging.getLogger(__name__)
 
@@ -43,6 +44,29 @@ def describe_run(
         "commit": _commit(),
     }
     return json.loads(json.dumps(description))  # what reading it back gives: lists, no tuples
+
+
+def compare_ranks(world: World, config: Mapping[str, Any], **more: Any) -> None:
+    """See that all ranks were started to do the same: else they would wait for each other, or train on two texts.
+
+    Args:
+        world: the ranks.
+        config: see `describe_run`.
+        more: what else has to be the same on all, JSON values.
+
+    Raises:
+        RunError: it is not so; names the first rank that differs from rank 0, and what differs.
+    """
+    own = {**identity_of(config), **more}
+    first = json.loads(world.from_first(json.dumps(own)))
+
+    def compare() -> None:
+        if differences := list(_differences(first, own, of=("on rank 0", f"on rank {world.rank}"))):
+            raise RunError(
+                f"the ranks do not agree: {'; '.join(differences)}. Start all with the same command and text"
+            )
+
+    world.together(compare)
 
 
 def create_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) -> RunDirectory:
@@ -119,9 +143,12 @@ def _require_same_tokenizer(run: RunDirectory, vocabulary: Vocabulary) -> None:
 
 
 def _save_vocabulary(run: RunDirectory, vocabulary: Vocabulary) -> None:
-    if isinstance(vocabulary, TokenizerVocabulary):
-        vocabulary.tokenizer.save_pretrained(run.path)  # for AutoTokenizer.from_pretrained(run)
-    vocabulary.save(run.tokenizer)
+    try:
+        if isinstance(vocabulary, TokenizerVocabulary):
+            vocabulary.tokenizer.save_pretrained(run.path)  # for AutoTokenizer.from_pretrained(run)
+        vocabulary.save(run.tokenizer)
+    except Exception as error:  # which is all that the tokenizers library calls a full disk
+        raise RunError(f"cannot save the tokenizer of {run.path}: {error}") from error
 
 
 def _write_config(path: Path, config: Mapping[str, Any]) -> RunDirectory:
@@ -151,12 +178,12 @@ def _model_fields(model: SwitchHeadConfig) -> dict[str, Any]:
     return {name: getattr(model, name) for name in SwitchHeadConfig.__annotations__}
 
 
-def _differences(run: Any, asked: Any, name: str = "") -> Iterator[str]:
+def _differences(run: Any, asked: Any, name: str = "", *, of: tuple[str, str] = ("there", "here")) -> Iterator[str]:
     if isinstance(run, dict) and isinstance(asked, dict):
         for key in sorted(run.keys() | asked.keys()):
-            yield from _differences(run.get(key), asked.get(key), f"{name}.{key}" if name else key)
+            yield from _differences(run.get(key), asked.get(key), f"{name}.{key}" if name else key, of=of)
     elif run != asked:
-        yield f"{name} is {run!r} there and {asked!r} here"
+        yield f"{name} is {run!r} {of[0]} and {asked!r} {of[1]}"
 
 
 def _commit() -> str | None:
