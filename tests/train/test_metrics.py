@@ -29,6 +29,25 @@ def test_going_on_drops_what_lies_beyond_the_checkpoint_and_a_line_cut_short(pat
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize("end", ["\0" * 40, "\0" * 40 + "\n", '{"step": 4, "loss"\n\xff\n'])
+def test_what_a_machine_without_power_left_at_the_end_is_dropped(paths, caplog, end):
+    with MetricsLog(*paths, step=0) as log:
+        for step in range(1, 4):
+            log.append(step, {"loss": float(step)})
+    with paths[0].open("a", encoding="latin-1") as file:
+        file.write(end)
+    with MetricsLog(*paths, step=2) as log:
+        log.append(3, {"loss": 30.0})
+    assert [line["loss"] for line in read_metrics(paths[0])] == [1.0, 2.0, 30.0]
+    assert not caplog.messages
+
+
+def test_broken_lines_among_others_are_left_out_with_a_warning(paths, caplog):
+    paths[0].write_text('{"step": 1}\n{"st\n{"step": 3}\n')
+    assert [line["step"] for line in read_metrics(paths[0])] == [1, 3]
+    assert caplog.messages == [f"{paths[0]}: lines that cannot be read are left out: 2"]
+
+
 def test_infinity_is_written_as_json(paths):
     with MetricsLog(*paths, step=0) as log:
         log.append(1, {"perplexity": float("inf")})

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import logging
 import math
 import os
 import time
@@ -14,7 +15,10 @@ from types import TracebackType
 from typing import Any
 
 from switchhead.errors import RunError
+from switchhead.train.checkpoint import flush_to_disk
 from switchhead.train.trackers import Tracker
+
+logger = logging.getLogger(__name__)
 
 
 class MetricsLog:
@@ -98,11 +102,21 @@ class NoMetrics(MetricsLog):
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """The lines of a `metrics.jsonl`; one that a kill cut short is left out."""
+    """The lines of a `metrics.jsonl`; one that a kill cut short is left out, and with a warning what else is broken."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [json.loads(line) for line in lines if line.endswith("\n")]
+    lines, broken = [], []
+    with path.open(encoding="utf-8", errors="replace") as file:
+        for number, line in enumerate(file, start=1):
+            if not line.endswith("\n"):
+                break
+            try:
+                lines.append(json.loads(line))
+            except ValueError:
+                broken.append(number)
+    if broken and broken[0] <= len(lines):  # not only at the end, where a machine that lost its power leaves anything
+        logger.warning("%s: lines that cannot be read are left out: %s", path, ", ".join(map(str, broken)))
+    return lines
 
 
 def _finite(value: Any) -> Any:
@@ -124,6 +138,7 @@ def _drop_after(path: Path, step: int) -> None:
     kept = [line for line in read_metrics(path) if line["step"] <= step]
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text("".join(json.dumps(line) + "\n" for line in kept), encoding="utf-8")
+    flush_to_disk(temporary)
     os.replace(temporary, path)
 
 
