@@ -1,8 +1,8 @@
 import pytest
 import torch
 
-from switchhead.ops.rotary import _rotary_table
-from switchhead.ops.triton.rotary import rotary_table
+from switchhead.ops.rotary import _rotary_table, rotate
+from switchhead.ops.triton.rotary import rotary_table, rotate_heads
 from tests.helpers import check_operator, relative_error
 
 
@@ -18,3 +18,38 @@ def test_the_kernel_equals_the_definition(positions, device):
 @pytest.mark.parametrize("positions", [torch.arange(5), torch.arange(6).view(3, 2).mT, torch.empty(0)])
 def test_what_a_compiler_is_told_holds_for_positions_of_any_strides(positions, half, device):
     check_operator(rotary_table, (positions.to(device), half, 10000.0), differentiable=False)
+
+
+def heads(d, device, dtype):
+    """Queries and keys `[B * T, H, d]` of different strides, and the table of T positions."""
+    q = torch.randn(12, 2, 3, d, device=device, dtype=dtype)[:, 0]
+    k = torch.randn(3, 12, d + 1, device=device, dtype=dtype)[..., 1:].transpose(0, 1)
+    return [q, k], rotary_table(torch.arange(6, device=device), 4, 10.0)
+
+
+@pytest.mark.parametrize("d", [8, 11])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("n", [1, 2])
+def test_queries_and_keys_are_rotated_together_as_they_are_alone(n, dtype, d, device, poisoned_allocations):
+    x, table = heads(d, device, dtype)
+    x = x[:n]
+    expected = [rotate(rows.unflatten(0, (2, 6)), *table).flatten(0, 1) for rows in x]
+    apart = [rows.new_empty(rows.shape) for rows in x]
+    rotate_heads(x, apart, *table)
+    beside = x[0].new_zeros(12, n * 3 * d + 5)
+    rotate_heads(x, [beside], *table)
+    for found in (apart, beside[:, : n * 3 * d].view(12, n, 3, d).unbind(1)):
+        for rows, wanted in zip(found, expected, strict=True):
+            assert relative_error(rows, wanted) < (1e-6 if dtype == torch.float32 else 8e-3)
+    assert not beside[:, n * 3 * d :].any()
+
+
+def test_rotating_back_undoes_a_rotation_and_no_table_copies(device, poisoned_allocations):
+    x, table = heads(11, device, torch.float32)
+    there, back, copy = ([rows.new_empty(rows.shape) for rows in x] for _ in range(3))
+    rotate_heads(x, there, *table)
+    rotate_heads(there, back, *table, back=True)
+    rotate_heads(x, copy, None, None)
+    for original, returned, copied in zip(x, back, copy, strict=True):
+        assert relative_error(returned, original) < 1e-6
+        assert torch.equal(copied, original)

@@ -6,6 +6,7 @@ moe_linear.py   the primitive
 problem.py      which kernels serve it, by shapes
 router.py       scores, choice and gates
 rotary.py       sines, and the rotation of queries and keys
+stack.py        all weights that tokens meet, laid out by one launch
 dense.py        all experts through cuBLAS
 grouping.py     counting sort: rows by the set of experts they chose, and the tiles that cover them
 operands.py     weights cast and padded, rows scaled by their gates

@@ -15,11 +15,13 @@ from torch import Tensor
 
 from switchhead.ops.triton.decode import decode
 from switchhead.ops.triton.dense import spread_rows, sum_over_tokens
-from switchhead.ops.triton.moe_linear import DECODE_TOKENS, project_values
-from switchhead.ops.triton.operands import ALIGN, aligned_rows, is_aligned, pad_to, prepare_weight
+from switchhead.ops.triton.moe_linear import DECODE_TOKENS, project_blocks, project_values
+from switchhead.ops.triton.operands import ALIGN, aligned_rows, is_aligned, pad_to
 from switchhead.ops.triton.operator import operator, visible
+from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.rotary import rotate_heads
 from switchhead.ops.triton.router import choose
+from switchhead.ops.triton.stack import stack_weights
 from switchhead.ops.widths import pad, pad_width
 from switchhead.routing import Routing
 
@@ -72,24 +74,36 @@ def _project_inputs(
     Queries without a projection are empty. The last two are, if `keep`, rows of single experts, and the tokens as they
     were multiplied, empty where that is x.
     """
-    heads, _, _, d = values.shape
+    heads, experts, _, d = values.shape
     tokens = aligned_rows(x, dtype)
     gates, expert_indices, _ = choose(tokens, routers, k, dropped=dropped, sides=routers.shape[0] // heads)
-    plain = []
-    for weight in (keys,) if queries is None else (queries, keys):
-        rows = (tokens @ _aligned_heads(weight, d, width, tokens).mT).view(-1, heads, width)
-        if cos is not None and tokens.shape[0]:
-            rotate_heads(rows, cos, sin)
-        plain.append(rows)
+    plain = [keys] if queries is None else [queries, keys]
+    rotates = cos is not None and tokens.shape[0] > 0
     kept = tokens.new_empty(0)
     if not keep and tokens.shape[0] <= DECODE_TOKENS:
+        rows = [(tokens @ _aligned_heads(weight, d, width, tokens).mT).unflatten(1, (heads, width)) for weight in plain]
         out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads)
         out = pad_width(out, width).view(-1, heads, width)
     else:
-        out, kept = project_values(tokens, values, gates[-1], expert_indices[-1], dtype, width, keep)
+        p = Problem.of(tokens, values, expert_indices[-1])
+        blocks = project_blocks(p, dtype, width)
+        first, narrow, wide = len(plain) * heads * width, pad_to(d, blocks[0]), pad_to(tokens.shape[1], blocks[1])
+        weights = stack_weights(
+            plain, values, None, width=width, expert_width=narrow,
+            shape=(first + heads * experts * narrow, wide), dtype=dtype,
+        )  # fmt: skip
+        # One product, if its columns are taken apart by the rotation; an operator's results may not share memory.
+        parts = weights[:first, : tokens.shape[1]].chunk(1 if rotates else len(plain))
+        products = [(tokens @ part.mT).unflatten(1, (-1, heads, width)) for part in parts]
+        rows = [row for product in products for row in product.unbind(1)]
+        matrices = weights[first:].view(heads * experts, narrow, wide)
+        out, kept = project_values(p, tokens, matrices, gates[-1], expert_indices[-1], dtype, width, keep)
+    if rotates:
+        unrotated, rows = rows, [row.new_empty(row.shape) for row in rows]
+        rotate_heads(unrotated, rows, cos, sin)
     own_tokens = keep and not is_aligned(x, dtype)  # an operator may not return its argument
     copy = tokens if own_tokens else tokens.new_empty(0)
-    return tokens.new_empty(0) if queries is None else plain[0], plain[-1], out, gates, expert_indices, kept, copy
+    return tokens.new_empty(0) if queries is None else rows[0], rows[-1], out, gates, expert_indices, kept, copy
 
 
 @operator("switchhead::project_inputs_backward")
@@ -127,9 +141,7 @@ def _project_inputs_backward(
     # Gradients of queries, keys, every expert's values, and scores; then the matrices that they go through.
     shape = (n_tokens, pad_to(last + scores, 2 * ALIGN))  # strides that Triton knows to be aligned
     grads = torch.empty(shape, dtype=dtype, device=tokens.device)
-    starts = range(0, first, heads * width)
-    for column, (grad, _) in zip(starts, plain, strict=True):
-        rotate_heads(pad_width(grad, width), cos, sin, out=grads, first=column, back=True)
+    rotate_heads([pad_width(grad, width) for grad, _ in plain], [grads], cos, sin, back=True)
     by_values = spread_rows(
         grad_values, expert_indices[-1], gates[-1], grads, n_experts=experts, width=width, first=first,
         projected=kept if kept.shape[2] else None, combined=out if kept.shape[2] < gates.shape[3] else None,
@@ -138,7 +150,7 @@ def _project_inputs_backward(
     _write_score_gradients(grad_gates, by_values, gates, expert_indices, grads, last, experts)
     # Columns of experts side by side: turning them into matrices moves whole rows of d.
     sums = sum_over_tokens(tokens, grads)[:d_model]  # [D, columns]
-    by_head = [sums[:, c : c + heads * width].unflatten(1, (heads, width))[..., :d].flatten(1).mT for c in starts]
+    by_head = [part[..., :d].flatten(1).mT for part in sums[:, :first].view(d_model, -1, heads, width).unbind(1)]
     by_expert = sums[:, first:last].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
     by_router = sums[:, last : last + scores].mT.reshape(routers.shape)
     of_weights = [
@@ -147,11 +159,11 @@ def _project_inputs_backward(
     ]
     if not of_tokens:
         return _as_outputs(tokens.new_empty(0), of_weights)
-    parts = [_aligned_heads(weight, d, width, tokens) for _, weight in plain]
-    parts.append(prepare_weight(values, dtype, narrow_in=False, blocks=(ALIGN, ALIGN)).flatten(0, 1))
-    scored = routers.flatten(0, 1).to(dtype)
-    parts.append(pad(scored, (0, tokens.shape[1] - d_model, 0, shape[1] - last - scores)))
-    return _as_outputs(_token_gradients(grads, torch.cat(parts), d_model, x_dtype), of_weights)
+    matrices = stack_weights(
+        [weight for _, weight in plain], values, routers, width=width, expert_width=width,
+        shape=(shape[1], tokens.shape[1]), dtype=dtype,
+    )  # fmt: skip
+    return _as_outputs(_token_gradients(grads, matrices, d_model, x_dtype), of_weights)
 
 
 def _as_outputs(of_tokens: Tensor, of_weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
@@ -161,7 +173,10 @@ def _as_outputs(of_tokens: Tensor, of_weights: list[Tensor]) -> tuple[Tensor, Te
 
 
 def _aligned_heads(weight: Tensor, d: int, width: int, tokens: Tensor) -> Tensor:
-    """Rows of a plain projection `[H * d, D]`, in the tokens' width and dtype, each head padded to `width` rows."""
+    """Rows of a plain projection `[H * d, D]`, in the tokens' width and dtype, each head padded to `width` rows.
+
+    A view where it already is like that: few tokens take no longer than a copy would.
+    """
     heads = weight.to(tokens.dtype).unflatten(0, (-1, d))
     return pad(heads, (0, tokens.shape[1] - weight.shape[1], 0, width - d)).flatten(0, 1)
 

@@ -77,8 +77,8 @@ def _forward(
         return _accumulate(p, x, weight, gates, expert_indices, dtype, narrow_in=True).view(shape), nothing
     shared = 1 if p.per_head else p.heads
     out, kept, _ = _project(
-        p, x, weight, None if reduce == "none" else gates, expert_indices, dtype,
-        narrow_in=False, shared=shared, keep_from=0 if keep_slots or reduce == "none" else None,
+        p, x, _prepare(p, weight, dtype, narrow_in=False), None if reduce == "none" else gates, expert_indices, dtype,
+        width=d_out, shared=shared, keep_from=0 if keep_slots or reduce == "none" else None,
     )  # fmt: skip
     if reduce == "none":
         assert kept is not None
@@ -116,8 +116,8 @@ def _backward(
             rows = x.contiguous()
             dot_with = rows if need_gates else None
             out, _, dots = _project(
-                p, wide, weight, gates, expert_indices, dtype,
-                narrow_in=True, shared=p.heads, dot_with=dot_with,
+                p, wide, _prepare(p, weight, dtype, narrow_in=True), gates, expert_indices, dtype,
+                width=d_in, shared=p.heads, dot_with=dot_with,
             )  # fmt: skip
             assert out is not None
             if need_x:
@@ -194,26 +194,44 @@ _forward.register_autograd(_differentiate, setup_context=_setup_context)
 
 
 def project_values(
-    tokens: Tensor, weight: Tensor, gates: Tensor, expert_indices: Tensor, dtype: torch.dtype, width: int, keep: bool
+    p: Problem,
+    tokens: Tensor,
+    matrices: Tensor,
+    gates: Tensor,
+    expert_indices: Tensor,
+    dtype: torch.dtype,
+    width: int,
+    keep: bool,
 ) -> tuple[Tensor, Tensor]:
     """`reduce="k"` of tokens that all heads read, `[N, H, width]`, and if `keep` the rows that it is the sum of.
 
     These are `[N, H, K - 1, width]`, since the first slot's follow from the others (see `spread_rows`), or all K where
-    slots are rows of their own, and in float16, which has no exponents for sums by very small gates. Tokens may be
-    wider than the weight, with zeros behind; `width` may be the weight's, or the next multiple of 8.
+    slots are rows of their own, and in float16, which has no exponents for sums by very small gates. `matrices` are
+    the experts as `project_blocks` wants them; `width` may be theirs, or the next multiple of 8.
     """
-    p = Problem.of(tokens, weight, expert_indices)
     if p.tokens == 0:
         return tokens.new_empty(0, p.heads, width), tokens.new_empty(0, p.heads, p.k, width)
     keep_from = int((p.by_sets or p.dense_project) and dtype != torch.float16) if keep else None
     out, kept, _ = _project(
-        p, tokens, weight, gates, expert_indices, dtype,
-        narrow_in=False, shared=p.heads, keep_from=keep_from, width=width,
-    )  # fmt: skip
+        p, tokens, matrices, gates, expert_indices, dtype, width=width, shared=p.heads, keep_from=keep_from
+    )
     assert out is not None
     if kept is None:  # one expert, or nobody wants them
         kept = out.new_empty(p.tokens, p.heads, 0, width)
     return out.view(p.tokens, p.heads, width), kept.view(p.tokens, p.heads, -1, width) if kept.numel() else kept
+
+
+def project_blocks(p: Problem, dtype: torch.dtype, width: int) -> tuple[int, int]:
+    """What numbers the narrow and wide sides of experts `[H * E, narrow, wide]` are multiples of, for `_project`."""
+    if p.dense_project:
+        return ALIGN, ALIGN
+    tile = project_tile(dtype, p.project_rows().slots, width)
+    return tile.n, tile.k
+
+
+def _prepare(p: Problem, weight: Tensor, dtype: torch.dtype, *, narrow_in: bool) -> Tensor:
+    blocks = project_blocks(p, dtype, weight.shape[2] if narrow_in else weight.shape[3])
+    return prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=blocks)
 
 
 def _out_shape(p: Problem, reduce: str, d_out: int) -> tuple[int, ...]:
@@ -240,35 +258,30 @@ def _slot_width(p: Problem, width: int) -> int:
 def _project(
     p: Problem,
     x: Tensor,
-    weight: Tensor,
+    matrices: Tensor,
     gates: Tensor | None,
     expert_indices: Tensor,
     dtype: torch.dtype,
     *,
-    narrow_in: bool,
+    width: int,
     shared: int,
     keep_from: int | None = None,
     dot_with: Tensor | None = None,
-    width: int | None = None,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`project` for rows that are heads or slots; x has one row for `shared` heads.
 
-    `width`: columns of the results, at most the next multiple of 8; those past the weight's are zero.
+    `width`: columns of the results, at most the next multiple of 8; those past the experts' are zero.
     """
-    width = width or (weight.shape[2] if narrow_in else weight.shape[3])
     x = aligned_rows(x, dtype)
     if p.dense_project:
-        out, kept, dots = _dense_project(
-            p, x, weight, gates, expert_indices, dtype, narrow_in, keep_from, dot_with, width
-        )
+        out, kept, dots = _dense_project(p, x, matrices, gates, expert_indices, keep_from, dot_with, width)
         return out, kept, None if dots is None else dots[None]
     rows = p.project_rows()
     tile = project_tile(dtype, rows.slots, width)
     slots_per_head = p.k // rows.slots
     dot_shared = slots_per_head * (1 if p.per_head else p.heads)
     out, kept, dots = project(
-        x, prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(tile.n, tile.k)),
-        expert_indices.contiguous(), None if gates is None else gates.contiguous(),
+        x, matrices, expert_indices.contiguous(), None if gates is None else gates.contiguous(),
         group_rows(expert_indices, rows, tile.m),
         width=width, shared=shared * slots_per_head, precision=_precision(), tile=tile,
         keep_from=keep_from, dot_with=dot_with, dot_shared=dot_shared,
@@ -351,17 +364,14 @@ def _dense_accumulate(
 def _dense_project(
     p: Problem,
     x: Tensor,
-    weight: Tensor,
+    matrices: Tensor,
     gates: Tensor | None,
     expert_indices: Tensor,
-    dtype: torch.dtype,
-    narrow_in: bool,
     keep_from: int | None,
     dot_with: Tensor | None,
     d: int,
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`project` through all experts; x has one row for all heads, or one for each; d columns of the results."""
-    matrices = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(ALIGN, ALIGN))
     if x.shape[0] == p.tokens:
         y = x @ matrices.flatten(0, 1).mT
     else:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 import triton
@@ -42,48 +43,58 @@ def _rotary_table_kernel(
 
 
 def rotate_heads(
-    x: Tensor, cos: Tensor | None, sin: Tensor | None, *, out: Tensor | None = None, first: int = 0, back: bool = False
+    x: Sequence[Tensor], out: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, *, back: bool = False
 ) -> None:
-    """Rotate as `switchhead.ops.rotary.rotate` does, in place or into columns of another matrix.
+    """Rotate as `switchhead.ops.rotary.rotate` does, queries and keys at once.
 
     Args:
-        x: `[N, H, d]`; any strides where `out` is given.
+        x: one or two `[N, H, d]`, of any strides.
+        out: as many matrices `[N, H * d]` or tensors `[N, H, d]`, contiguous; or one matrix of N rows, into whose
+            columns all are written side by side from the first on.
         cos, sin: float32 `[R, half]`; token n stands at position n modulo R. None: only copy.
-        out: matrix of N rows; `[N, H * d]` is written into its columns `first ..`. None: x itself is changed.
-        first: see `out`.
         back: turn the other way, which is the derivative.
     """
-    tokens, heads, d = x.shape
+    (first, *others), (target, *other_targets) = x, out
+    second, other_target = others[0] if others else None, other_targets[0] if other_targets else None
+    tokens, heads, d = first.shape
     positions, half = (1, 0) if cos is None else cos.shape
-    rest = d - 2 * half if out is not None else 0
+    rest = d - 2 * half
     block = 16
     visible(_rotate_heads_kernel)[(triton.cdiv(tokens * heads, block),)](
-        x, out, cos, sin, tokens * heads, *x.stride(), 0 if out is None else out.stride(0), first, positions,
+        first, second, target, other_target, cos, sin, tokens * heads, *first.stride(),
+        *((0,) * 3 if second is None else second.stride()), target.stride(0), positions,
         heads, d, half, rest, back, block, triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)),
     )  # fmt: skip
 
 
 @triton.jit(do_not_specialize=["n_rows", "n_positions"])
 def _rotate_heads_kernel(
-    x_ptr,  # [N, H, D]
-    out_ptr,  # [N, >= first + H * D], or None: x
+    first_ptr,  # [N, H, D]
+    second_ptr,  # [N, H, D] or None
+    out_ptr,  # [N, >= H * D]
+    second_out_ptr,  # [N, >= H * D], or None: behind the first's columns
     cos_ptr,  # float32 [R, HALF] or None
     sin_ptr,  # float32 [R, HALF] or None
-    n_rows, stride_n, stride_h, stride_d, stride_out, first, n_positions,
+    n_rows, stride_n, stride_h, stride_d, stride_second_n, stride_second_h, stride_second_d, stride_out, n_positions,
     H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BACK: tl.constexpr,
     BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = (row < n_rows)[:, None]
     token, head = row // H, row % H
-    source = x_ptr + (token * stride_n + head * stride_h)[:, None]
-    if out_ptr is not None:
-        target = out_ptr + (token * stride_out + first + head * D)[:, None]
-        stride_target = 1
-    else:
-        target = source
-        stride_target = stride_d
-    if HALF > 0:  # a thread holds both channels of a pair, so that it may change them in place
+    sources = (first_ptr + (token * stride_n + head * stride_h)[:, None],)
+    strides = (stride_d,)
+    targets = (out_ptr + (token * stride_out + head * D)[:, None],)
+    if second_ptr is not None:
+        sources = sources + (second_ptr + (token * stride_second_n + head * stride_second_h)[:, None],)
+        strides = strides + (stride_second_d,)
+        if second_out_ptr is not None:
+            targets = targets + (second_out_ptr + (token * stride_out + head * D)[:, None],)
+        else:
+            targets = targets + (out_ptr + (token * stride_out + (H + head) * D)[:, None],)
+    SIDES: tl.constexpr = 1 if second_ptr is None else 2
+    dtype = out_ptr.dtype.element_ty
+    if HALF > 0:
         i = tl.arange(0, BLOCK_HALF)[None, :]
         inside = valid & (i < HALF)
         at = (token % n_positions * HALF)[:, None] + i
@@ -91,12 +102,17 @@ def _rotate_heads_kernel(
         sin = tl.load(sin_ptr + at, mask=inside, other=0.0)
         if BACK:
             sin = -sin
-        left = tl.load(source + i * stride_d, mask=inside, other=0.0).to(tl.float32)
-        right = tl.load(source + (HALF + i) * stride_d, mask=inside, other=0.0).to(tl.float32)
-        dtype = x_ptr.dtype.element_ty
-        tl.store(target + i * stride_target, (left * cos - right * sin).to(dtype), mask=inside)
-        tl.store(target + (HALF + i) * stride_target, (right * cos + left * sin).to(dtype), mask=inside)
+        pairs = ()
+        for s in tl.static_range(SIDES):  # all loads before all stores, which the compiler may not reorder
+            left = tl.load(sources[s] + i * strides[s], mask=inside, other=0.0).to(tl.float32)
+            right = tl.load(sources[s] + (HALF + i) * strides[s], mask=inside, other=0.0).to(tl.float32)
+            pairs = pairs + ((left, right),)
+        for s in tl.static_range(SIDES):
+            left, right = pairs[s]
+            tl.store(targets[s] + i, (left * cos - right * sin).to(dtype), mask=inside)
+            tl.store(targets[s] + HALF + i, (right * cos + left * sin).to(dtype), mask=inside)
     if REST > 0:
         i = D - REST + tl.arange(0, BLOCK_REST)[None, :]
         inside = valid & (i < D)
-        tl.store(target + i * stride_target, tl.load(source + i * stride_d, mask=inside, other=0.0), mask=inside)
+        for s in tl.static_range(SIDES):
+            tl.store(targets[s] + i, tl.load(sources[s] + i * strides[s], mask=inside, other=0.0), mask=inside)
