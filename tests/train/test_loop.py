@@ -1,5 +1,7 @@
 import dataclasses
+import errno
 import json
+import os
 import re
 import shutil
 from pathlib import Path
@@ -12,7 +14,7 @@ from switchhead.eval import evaluate
 from switchhead.hf import SwitchHeadForCausalLM
 from switchhead.train import load_run, train
 from switchhead.train.metrics import read_metrics
-from switchhead.train.run import describe_run
+from switchhead.train.run import describe_run, lock_run
 
 
 def changed(settings, part, **changes):
@@ -301,6 +303,26 @@ def test_resuming_with_another_text_is_refused_but_with_the_same_text_elsewhere_
     copy.write_text(copy.read_text()[::-1])
     with pytest.raises(RunError, match=r"data\.sha256 is"):
         train(**{**settings, "data": f"text:{copy}"}, resume=True)
+
+
+def test_a_directory_in_which_another_process_trains_is_refused(settings):
+    train(**settings)
+    before = (settings["out"] / "metrics.jsonl").read_text()
+    with lock_run(settings["out"]), pytest.raises(RunError, match=r"another process trains in .*/run: wait for it"):
+        train(**changed(settings, "training", steps=8), resume=True, allow_changes=True)
+    assert (settings["out"] / "metrics.jsonl").read_text() == before
+    assert train(**settings, resume=True).finished
+
+
+def test_a_file_system_without_locks_is_told_and_trained_on(settings, monkeypatch, caplog):
+    def refuse(*args):
+        raise OSError(errno.ENOSYS, os.strerror(errno.ENOSYS))
+
+    monkeypatch.setattr("fcntl.flock", refuse)
+    assert train(**settings).finished
+    assert caplog.messages == [
+        f"{settings['out']} cannot be locked (Function not implemented): see that no other process trains there"
+    ]
 
 
 @pytest.mark.parametrize("left", ["nothing", "an empty directory", "a run without a checkpoint"])

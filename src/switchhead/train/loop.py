@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -29,7 +30,7 @@ from switchhead.train.distributed import Parallel, World, fact_of, join_world
 from switchhead.train.hardware import peak_memory, peak_tokens_per_second
 from switchhead.train.metrics import MetricsLog, NoMetrics
 from switchhead.train.progress import ProgressDisplay, make_progress
-from switchhead.train.run import compare_ranks, create_run, describe_run, reopen_run
+from switchhead.train.run import compare_ranks, create_run, describe_run, lock_run, reopen_run
 from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
 
@@ -96,16 +97,16 @@ def train(
 
     Raises:
         DataError: the text cannot be read or is too short.
-        RunError: `out` holds something else, or `device` does not exist or has no CUDA graphs.
+        RunError: `out` holds something else or another process trains there, or `device` does not exist or has no CUDA
+            graphs.
         CheckpointError: no checkpoint in `out` can be used, or one cannot be saved; earlier ones survive.
         TrainingError: the loss is not finite, the GPU's memory does not suffice, or another process was lost.
     """
     place = choose_device(device)
-    with join_world(place) as world:
+    with join_world(place) as world, contextlib.ExitStack() as lock:
         place = world.place(place)
         if tracker is not None:
-            service = tracker
-            world.first(lambda: load_service(service))
+            world.first(functools.partial(load_service, tracker))
         # One rank compares checksums, for all.
         fraction = training.validation_fraction
         corpus = world.together(
@@ -126,7 +127,12 @@ def train(
         compare_ranks(world, described, parallel=parallel, device=place.type)
         trainer = Trainer(model, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
-        created = world.first(lambda: opened(Path(out), described, vocabulary))
+
+        def open_locked() -> RunDirectory:
+            lock.enter_context(lock_run(Path(out)))
+            return opened(Path(out), described, vocabulary)
+
+        created = world.first(open_locked)
         run = world.together(lambda: created or open_run(Path(out)))
         checkpoint = _newest_checkpoint(run, world)
         if checkpoint is not None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import fcntl
 import json
 import logging
 import os
@@ -67,6 +69,33 @@ def compare_ranks(world: World, config: Mapping[str, Any], **more: Any) -> None:
             )
 
     world.together(compare)
+
+
+@contextlib.contextmanager
+def lock_run(path: Path) -> Iterator[None]:
+    """Keep other processes of this host from training in a directory, which is made if need be.
+
+    Whoever dies lets go of it. (Locks that hold between hosts would outlive a host that does not come back.)
+
+    Raises:
+        RunError: another process has it, or it cannot be made.
+    """
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+        directory = os.open(path, os.O_RDONLY)
+    except OSError as error:
+        raise RunError(f"cannot create run directory {path}: {error.strerror}") from error
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        os.close(directory)
+        raise RunError(f"another process trains in {path}: wait for it, or stop it") from error
+    except OSError as error:  # some file systems of clusters have no locks
+        logger.warning("%s cannot be locked (%s): see that no other process trains there", path, error.strerror)
+    try:
+        yield
+    finally:
+        os.close(directory)
 
 
 def create_run(path: Path, config: Mapping[str, Any], vocabulary: Vocabulary) -> RunDirectory:
