@@ -7,6 +7,8 @@ weights of them, the routers' scores riding along as columns.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 import triton
 import triton.language as tl
@@ -78,10 +80,10 @@ def _project_inputs(
     tokens = aligned_rows(x, dtype)
     gates, expert_indices, _ = choose(tokens, routers, k, dropped=dropped, sides=routers.shape[0] // heads)
     plain = [keys] if queries is None else [queries, keys]
-    rotates = cos is not None and tokens.shape[0] > 0
     kept = tokens.new_empty(0)
     if not keep and tokens.shape[0] <= DECODE_TOKENS:
-        rows = [(tokens @ _aligned_heads(weight, d, width, tokens).mT).unflatten(1, (heads, width)) for weight in plain]
+        matrices = [_aligned_heads(weight, d, width, tokens) for weight in plain]
+        rows = _project_heads(tokens, matrices, heads, width, cos, sin)
         out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads)
         out = pad_width(out, width).view(-1, heads, width)
     else:
@@ -92,15 +94,12 @@ def _project_inputs(
             plain, values, None, width=width, expert_width=narrow,
             shape=(first + heads * experts * narrow, wide), dtype=dtype,
         )  # fmt: skip
-        # One product, if its columns are taken apart by the rotation; an operator's results may not share memory.
-        parts = weights[:first, : tokens.shape[1]].chunk(1 if rotates else len(plain))
-        products = [(tokens @ part.mT).unflatten(1, (-1, heads, width)) for part in parts]
-        rows = [row for product in products for row in product.unbind(1)]
-        matrices = weights[first:].view(heads * experts, narrow, wide)
-        out, kept = project_values(p, tokens, matrices, gates[-1], expert_indices[-1], dtype, width, keep)
-    if rotates:
-        unrotated, rows = rows, [row.new_empty(row.shape) for row in rows]
-        rotate_heads(unrotated, rows, cos, sin)
+        # One product where a rotation takes its columns apart: an operator's results may not share memory.
+        rotates = cos is not None and tokens.shape[0] > 0
+        matrices = weights[:first, : tokens.shape[1]].chunk(1 if rotates else len(plain))
+        rows = _project_heads(tokens, matrices, heads, width, cos, sin)
+        prepared = weights[first:].view(heads * experts, narrow, wide)
+        out, kept = project_values(p, tokens, prepared, gates[-1], expert_indices[-1], dtype, width, keep)
     own_tokens = keep and not is_aligned(x, dtype)  # an operator may not return its argument
     copy = tokens if own_tokens else tokens.new_empty(0)
     return tokens.new_empty(0) if queries is None else rows[0], rows[-1], out, gates, expert_indices, kept, copy
@@ -179,6 +178,19 @@ def _aligned_heads(weight: Tensor, d: int, width: int, tokens: Tensor) -> Tensor
     """
     heads = weight.to(tokens.dtype).unflatten(0, (-1, d))
     return pad(heads, (0, tokens.shape[1] - weight.shape[1], 0, width - d)).flatten(0, 1)
+
+
+def _project_heads(
+    tokens: Tensor, matrices: Sequence[Tensor], heads: int, width: int, cos: Tensor | None, sin: Tensor | None
+) -> list[Tensor]:
+    """Rows `[N, H, width]` of the projections in each matrix, whose product is their columns side by side, rotated."""
+    products = [(tokens @ matrix.mT).unflatten(1, (-1, heads, width)) for matrix in matrices]
+    rows = [part for product in products for part in product.unbind(1)]
+    if cos is None or tokens.shape[0] == 0:
+        return rows
+    rotated = [part.new_empty(part.shape) for part in rows]
+    rotate_heads(rows, rotated, cos, sin)
+    return rotated
 
 
 def _token_gradients(grads: Tensor, matrices: Tensor, d_model: int, dtype: torch.dtype) -> Tensor:
