@@ -74,13 +74,15 @@ def _accumulate_kernel(
     k = tl.arange(0, BLOCK_K)
     first = tl.program_id(0)
     n_tiles = tl.load(tiles_ptr + bound * RECORD)
-    start, end, row, matrices = _tile(tiles_ptr + first // COLUMNS * RECORD, order_ptr, i, SLOTS)
+    start, end, matrices = _tile(tiles_ptr + first // COLUMNS * RECORD, SLOTS)
+    # Loaded here and not by `_tile`: where a function's result leads to the place of a store, a compiler takes all
+    # that the function is given as written, and copies it.
+    row = tl.load(order_ptr + _line(start, end, i)).to(tl.int64)
     for number in range(first, n_tiles * COLUMNS, tl.num_programs(0)):
         # The next tile's record and rows are loaded before this one's sum, which hides their latency.
         following = tl.minimum(number + tl.num_programs(0), n_tiles * COLUMNS - 1)
-        next_start, next_end, next_row, next_matrices = _tile(
-            tiles_ptr + following // COLUMNS * RECORD, order_ptr, i, SLOTS
-        )
+        next_start, next_end, next_matrices = _tile(tiles_ptr + following // COLUMNS * RECORD, SLOTS)
+        next_row = tl.load(order_ptr + _line(next_start, next_end, i)).to(tl.int64)
         column = number % COLUMNS * BLOCK_N
         n = column + tl.arange(0, BLOCK_N)
         rows_at = rows_ptr + (row * K)[:, None] + k[None, :]
@@ -110,15 +112,20 @@ def _accumulate_kernel(
 
 
 @triton.jit
-def _tile(record, order_ptr, i, SLOTS: tl.constexpr):
-    """First row, end, row numbers (the last one repeated) and matrices of a tile; of some row if it is empty."""
+def _tile(record, SLOTS: tl.constexpr):
+    """First row, end and matrices of a tile."""
     start = tl.load(record)
     end = tl.load(record + 1)
     matrices = ()
     for s in tl.static_range(SLOTS):
         matrices = matrices + (tl.load(record + 2 + s),)
-    row = tl.load(order_ptr + tl.maximum(tl.minimum(start + i, end - 1), 0))
-    return start, end, row.to(tl.int64), matrices
+    return start, end, matrices
+
+
+@triton.jit
+def _line(start, end, i):
+    """Lines of a tile, the last one repeated; some line if it is empty."""
+    return tl.maximum(tl.minimum(start + i, end - 1), 0)
 
 
 @triton.jit
