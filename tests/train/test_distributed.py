@@ -7,12 +7,14 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from switchhead.runs import choose_device, load_run
-from switchhead.train.distributed import World, fact_of, shard_dimension
+from switchhead.train.distributed import World, fact_of, shard_dimension, with_fresh_keys
 from tests.helpers import relative_error
 
 EXACT = {"dropout": 0.0, "expert_dropout": 0.0}
@@ -132,6 +134,66 @@ def test_processes_of_torchrun_train_one_run_and_speak_once(zygote, tmp_path):
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout)["finished"]
     assert len(measured(tmp_path / "run", "loss")) == 2
+
+
+def test_ranks_meet_under_keys_that_no_group_had_before():
+    store = dist.HashStore()
+    for _ in range(3):
+        with ThreadPoolExecutor(3) as pool:
+            first = pool.submit(with_fresh_keys, store, 0, 3)
+            time.sleep(0.2)  # in which it finds tokens of the ranks before
+            others = [pool.submit(with_fresh_keys, store, rank, 3) for rank in (1, 2)]
+            prefixed = [future.result(timeout=30) for future in (first, *others)]
+        for rank, own in enumerate(prefixed):
+            assert not own.check([f"address-{rank}"])
+        for rank, own in enumerate(prefixed):
+            own.set(f"address-{rank}", "here")
+        assert all(own.check(["address-0", "address-1", "address-2"]) for own in prefixed)
+
+
+RECIPE_THAT_DIES_TWICE = """
+import os
+import signal
+import torch
+from switchhead.recipes import experiment, get_recipe
+
+step, calls = torch.optim.AdamW.step, 0
+
+
+def die(self, *args, **kwargs):
+    global calls
+    calls += 1
+    if calls == 3 and os.environ["RANK"] == "1" and os.environ["TORCHELASTIC_RESTART_COUNT"] in "01":
+        os.kill(os.getpid(), signal.SIGKILL)
+    return step(self, *args, **kwargs)
+
+
+torch.optim.AdamW.step = die
+
+
+@experiment()
+def mortal():
+    return get_recipe("tiny-dense").with_training(steps=8, batch_size=2, chunk_length=8, save_every=1, eval_every=8)
+"""
+
+
+@pytest.mark.slow
+def test_ranks_that_torchrun_starts_anew_go_on(zygote, tmp_path):
+    recipe = tmp_path / "recipe.py"
+    recipe.write_text(RECIPE_THAT_DIES_TWICE)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*torchrun, "--max-restarts", "2", "-m", "switchhead", "train", f"{recipe}:mortal", "--data", zygote.data]
+    done = subprocess.run(
+        [*command, "--out", str(tmp_path / "run"), "--device", "cpu", "--resume", "--json"],
+        capture_output=True,
+        text=True,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        timeout=180,
+    )
+    assert done.returncode == 0, done.stderr
+    assert json.loads(done.stdout)["finished"]
+    assert len(measured(tmp_path / "run", "loss")) == 8
+    assert done.stderr.count("there is no checkpoint") == 1
 
 
 FIRST_FAILED = "RunError: rank 1 stops because rank 0 failed; its message says why"

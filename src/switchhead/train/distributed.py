@@ -8,9 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import os
 import re
+import time
+import uuid
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager
@@ -183,7 +184,6 @@ ALONE = World()
 # Process groups for as long as the process lives: if the last to let go of one is DDP, the interpreter waits, holding
 # its lock, for a thread of the group that may need that lock.
 _KEPT: list[object] = []
-_TRAININGS = itertools.count()
 
 
 @contextlib.contextmanager
@@ -295,6 +295,30 @@ def sharded_like(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
 
 
+def with_fresh_keys(store: Any, rank: int, size: int) -> Any:
+    """The `torch.distributed` store with keys that no group had before; every rank has to ask.
+
+    torchrun's store outlives the processes that it starts anew, and keys of a group that is gone name closed sockets.
+    So the first rank makes up a name, and tells it to each that asks with a token of its own, until that one confirms.
+    """
+    if rank > 0:
+        token = uuid.uuid4().hex
+        store.set(f"token-{rank}", token)
+        name = store.get(f"name-for-{token}").decode()  # waits for it
+        store.set(f"{name}-{rank}", "heard")
+    else:
+        name, end = uuid.uuid4().hex, time.monotonic() + TIMEOUT.total_seconds()
+        missing = range(1, size)
+        while missing := [other for other in missing if not store.check([f"{name}-{other}"])]:
+            if time.monotonic() > end:
+                raise dist.DistStoreError(f"timed out waiting for rank {missing[0]}")
+            for other in missing:
+                if store.check([f"token-{other}"]):  # perhaps of a process that is gone
+                    store.set(f"name-for-{store.get(f'token-{other}').decode()}", name)
+            time.sleep(0.05)
+    return dist.PrefixStore(name, store)  # pyright: ignore[reportPrivateImportUsage]
+
+
 def fact_of(error: RuntimeError) -> str:
     """What gloo or NCCL say, without the place in their source before it and the advice after it."""
     *_, fact = str(error).partition("Last error:\n")  # NCCL's own, below the general
@@ -342,10 +366,10 @@ def _shard(model: nn.Module, world: World) -> None:
 def _meet(world: World, backend: str) -> World:
     """Set up the process groups, which takes all ranks."""
     try:
-        # Every training of a process meets under keys of its own; an earlier one's name sockets that are closed.
         store, rank, size = next(rendezvous("env://", timeout=TIMEOUT))
-        store = dist.PrefixStore(f"training-{next(_TRAININGS)}", store)  # pyright: ignore[reportPrivateImportUsage]
-        dist.init_process_group(backend, store=store, rank=rank, world_size=size, timeout=TIMEOUT)
+        dist.init_process_group(
+            backend, store=with_fresh_keys(store, rank, size), rank=rank, world_size=size, timeout=TIMEOUT
+        )
         patient = dist.new_group(backend="gloo", timeout=PATIENCE)
     except RuntimeError as error:
         if not _is_lost_connection(error):
