@@ -22,11 +22,11 @@ TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--np
 LIMIT = 150  # seconds; a rank that waits for ever must not hold up the rest
 
 
-def start(out, text, *options, ranks=2):
+def start(out, text, *options, ranks=2, recipe="tiny-switchhead"):
     command = TORCHRUN if ranks > 1 else [sys.executable]
     settings = ["--data", text, "--out", str(out), "--batch-size", "6", "--chunk-length", "32", "--device", "cuda"]
     return subprocess.Popen(
-        [*command, "-m", "switchhead", "train", "tiny-switchhead", *settings, "--json", *options],
+        [*command, "-m", "switchhead", "train", recipe, *settings, "--json", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -94,6 +94,44 @@ def test_a_killed_rank_ends_the_job_within_a_minute_and_one_gpu_goes_on(text, tm
     done = train(tmp_path / "run", text, "--steps", str(steps + 2), "--resume", "--allow-changes", ranks=1)
     assert done["finished"]
     assert len(losses(tmp_path / "run")) == steps + 2
+
+
+FAILING = """
+import os
+import torch
+from switchhead.hf import SwitchHeadForCausalLM
+from switchhead.recipes import experiment, get_recipe
+
+forward, calls = SwitchHeadForCausalLM.forward, 0
+
+
+def fail(self, *args, **kwargs):
+    global calls
+    calls += self.training
+    if calls == 3 and os.environ["RANK"] == "1":
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
+    return forward(self, *args, **kwargs)
+
+
+SwitchHeadForCausalLM.forward = fail
+
+
+@experiment()
+def failing():
+    return get_recipe("tiny-switchhead")
+"""
+
+
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_rank_that_fails_while_another_waits_in_a_kernel_says_so_and_ends_the_job(text, tmp_path, parallel):
+    (tmp_path / "recipe.py").write_text(FAILING)
+    started = time.monotonic()
+    process = start(tmp_path / "run", text, "--parallel", parallel, recipe=f"{tmp_path / 'recipe.py'}:failing")
+    _, errors = finish(process)
+    print(f"ended after {time.monotonic() - started:.1f} s:\n{errors}")
+    assert process.returncode != 0
+    assert "error: the GPU's memory does not suffice at step 3 (CUDA out of memory)" in errors
+    assert len(losses(tmp_path / "run")) == 2
 
 
 def test_sigterm_to_torchrun_lets_ranks_finish_their_step_and_save(text, tmp_path):
