@@ -23,7 +23,7 @@ from switchhead.ops.triton.operator import operator, visible
 from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.rotary import rotate_heads
 from switchhead.ops.triton.router import choose
-from switchhead.ops.triton.stack import stack_weights
+from switchhead.ops.triton.stack import Weights, stack_weights, unstack_weights
 from switchhead.ops.widths import pad, pad_width
 from switchhead.routing import Routing
 
@@ -90,10 +90,8 @@ def _project_inputs(
         p = Problem.of(tokens, values, expert_indices[-1])
         blocks = project_blocks(p, dtype, width)
         first, narrow, wide = len(plain) * heads * width, pad_to(d, blocks[0]), pad_to(tokens.shape[1], blocks[1])
-        weights = stack_weights(
-            plain, values, None, width=width, expert_width=narrow,
-            shape=(first + heads * experts * narrow, wide), dtype=dtype,
-        )  # fmt: skip
+        shape, given = (first + heads * experts * narrow, wide), Weights(plain, values, None)
+        weights = stack_weights(given, width=width, expert_width=narrow, shape=shape, dtype=dtype)
         # One product where a rotation takes its columns apart: an operator's results may not share memory.
         rotates = cos is not None and tokens.shape[0] > 0
         matrices = weights[:first, : tokens.shape[1]].chunk(1 if rotates else len(plain))
@@ -129,10 +127,11 @@ def _project_inputs_backward(
     heads, experts, d_model, d = values.shape
     n_tokens, dtype = tokens.shape[0], tokens.dtype
     plain = [(grad_keys, keys)] if queries is None else [(grad_queries, queries), (grad_keys, keys)]
-    weights = (*(weight for _, weight in plain), routers, values)
+    weights = Weights([weight for _, weight in plain], values, routers)
     if n_tokens == 0:
-        of_weights = [weight.new_zeros(weight.shape) for weight in weights]
-        return _as_outputs(tokens.new_zeros((0, d_model), dtype=x_dtype), of_weights)
+        of_plain = [weight.new_zeros(weight.shape) for weight in weights.plain]
+        none = Weights(of_plain, values.new_zeros(values.shape), routers.new_zeros(routers.shape))
+        return _as_outputs(tokens.new_zeros((0, d_model), dtype=x_dtype), none)
     width = pad_to(d, ALIGN)
     inner, scores = heads * experts * width, routers.shape[0] * experts
     first = len(plain) * heads * width  # columns of the values' experts
@@ -147,27 +146,19 @@ def _project_inputs_backward(
     )  # fmt: skip
     assert by_values is not None
     _write_score_gradients(grad_gates, by_values, gates, expert_indices, grads, last, experts)
-    # Columns of experts side by side: turning them into matrices moves whole rows of d.
-    sums = sum_over_tokens(tokens, grads)[:d_model]  # [D, columns]
-    by_head = [part[..., :d].flatten(1).mT for part in sums[:, :first].view(d_model, -1, heads, width).unbind(1)]
-    by_expert = sums[:, first:last].view(d_model, heads, experts, width).permute(1, 2, 0, 3)[..., :d]
-    by_router = sums[:, last : last + scores].mT.reshape(routers.shape)
-    of_weights = [
-        grad.to(weight.dtype, memory_format=torch.contiguous_format, copy=True)
-        for grad, weight in zip((*by_head, by_router, by_expert), weights, strict=True)
-    ]
+    sums = sum_over_tokens(tokens, grads)  # [D, columns]: experts' side by side, so that whole rows of d are moved
+    of_weights = unstack_weights(sums.mT, weights, width=width, expert_width=width)
     if not of_tokens:
         return _as_outputs(tokens.new_empty(0), of_weights)
-    matrices = stack_weights(
-        [weight for _, weight in plain], values, routers, width=width, expert_width=width,
-        shape=(shape[1], tokens.shape[1]), dtype=dtype,
-    )  # fmt: skip
+    stacked = (shape[1], tokens.shape[1])
+    matrices = stack_weights(weights, width=width, expert_width=width, shape=stacked, dtype=dtype)
     return _as_outputs(_token_gradients(grads, matrices, d_model, x_dtype), of_weights)
 
 
-def _as_outputs(of_tokens: Tensor, of_weights: list[Tensor]) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def _as_outputs(of_tokens: Tensor, of_weights: Weights) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Gradients of tokens, queries, keys, routers and values; empty for queries where there are none."""
-    *of_queries, of_keys, of_routers, of_values = of_weights
+    (*of_queries, of_keys), of_values, of_routers = of_weights
+    assert of_routers is not None
     return of_tokens, of_queries[0] if of_queries else of_keys.new_empty(0), of_keys, of_routers, of_values
 
 
