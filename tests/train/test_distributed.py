@@ -285,6 +285,15 @@ def test_ranks_pass_over_a_broken_checkpoint_alike_and_fail_where_there_is_no_ot
     assert second["error"] == FIRST_FAILED
 
 
+def test_a_rank_that_does_not_see_the_run_directory_ends_all(zygote, tmp_path):
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    first, second = zygote.train_on_ranks(run, ranks=2, of_rank={1: {"out": str(elsewhere)}})
+    assert first["error"] == SECOND_FAILED
+    assert second["error"].startswith(
+        f"RunError: rank 1 does not see the run directory that rank 0 writes: {elsewhere} is not a run directory"
+    )
+
+
 def test_a_rank_that_does_not_see_the_checkpoint_ends_all(zygote, tmp_path):
     order = {"kind": "rotary", "model": EXACT, "ranks": 2}
     run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"

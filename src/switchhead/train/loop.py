@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
-from switchhead.errors import DataError, TrainingError
+from switchhead.errors import DataError, RunError, TrainingError
 from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
@@ -133,7 +133,7 @@ def train(
             return opened(Path(out), described, vocabulary)
 
         created = world.first(open_locked)
-        run = world.together(lambda: created or open_run(Path(out)))
+        run = world.together(lambda: created or _open_as_other(Path(out), world))
         checkpoint = _newest_checkpoint(run, world)
         if checkpoint is not None:
             world.together(lambda: trainer.restore(checkpoint), patient=True)
@@ -150,6 +150,13 @@ def train(
                 f"smaller micro_batch_size (now {training.micro_batch_size or training.batch_size}), a "
                 f"loss_chunk_length, {'cuda_graphs False, ' * training.cuda_graphs}or dtype bfloat16"
             ) from error
+
+
+def _open_as_other(path: Path, world: World) -> RunDirectory:
+    try:
+        return open_run(path)
+    except RunError as error:
+        raise RunError(f"rank {world.rank} does not see the run directory that rank 0 writes: {error}") from error
 
 
 def _newest_checkpoint(run: RunDirectory, world: World) -> Checkpoint | None:
