@@ -1,5 +1,6 @@
 """Runs that are killed, stopped, or short of disk, and what is left of them."""
 
+import contextlib
 import dataclasses
 import errno
 import json
@@ -7,6 +8,7 @@ import os
 import random
 import shutil
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -121,6 +123,42 @@ def test_the_first_signal_says_that_a_second_one_stops_at_once(capfd):
             time.sleep(0.01)
         assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
     assert capfd.readouterr().err == "\nfinishing this step, then saving; once more to stop at once\n"
+
+
+def test_a_terminal_that_is_closed_is_a_signal_to_stop_but_not_one_to_stop_at_once():
+    with _StopSignal(show=True) as stop:
+        for _ in range(2):
+            os.kill(os.getpid(), signal.SIGHUP)
+        while not stop.received:
+            time.sleep(0.01)
+        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
+    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+
+
+def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored():
+    previous = signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    try:
+        with _StopSignal(show=True) as stop:
+            os.kill(os.getpid(), signal.SIGHUP)
+            time.sleep(0.05)
+            assert not stop.received
+    finally:
+        signal.signal(signal.SIGHUP, previous)
+
+
+@pytest.mark.parametrize("shown_on", ["terminal", "pipe"])
+def test_a_run_outlives_whoever_watched_it(settings, monkeypatch, shown_on):
+    reading, writing = os.openpty() if shown_on == "terminal" else os.pipe()
+    monkeypatch.setattr("switchhead.train.progress.SECONDS_BETWEEN_LINES", 0.0)
+    with os.fdopen(writing, "w", buffering=1) as stream:
+        monkeypatch.setattr(sys, "stderr", stream)
+        os.close(reading)
+        assert train(**{**settings, "progress": True}).finished
+        with pytest.raises(OSError, match=r"Input/output error|Broken pipe"):
+            os.write(writing, b"nobody is there")
+        monkeypatch.undo()
+        with contextlib.suppress(OSError):  # what is left in the buffer
+            stream.close()
 
 
 def test_a_full_disk_leaves_the_previous_checkpoint(zygote, uninterrupted, tmp_path):

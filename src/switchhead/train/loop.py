@@ -79,7 +79,7 @@ def train(
     writes the run directory, which all must see. A run goes on with any number of processes.
 
     Resuming a killed run gives, on the CPU with the same number of threads, bit for bit the losses of one that was
-    never interrupted. SIGTERM, or Ctrl-C once, finishes the step and saves a checkpoint before returning.
+    never interrupted. SIGTERM, SIGHUP, or Ctrl-C once, finishes the step and saves a checkpoint before returning.
 
     Args:
         model: its vocabulary size, token ids and context length are replaced by those of the text and `training`.
@@ -321,7 +321,9 @@ def _validation_values(validation: Evaluation) -> dict[str, float]:
 
 
 class _StopSignal:
-    """Notes SIGTERM and Ctrl-C instead of dying of them; the second one kills as usual.
+    """Notes SIGTERM, Ctrl-C and the end of the terminal instead of dying of them; the second one kills as usual.
+
+    Signals that the process was started to ignore (`nohup`) stay ignored.
 
     Args:
         show: say so on standard error.
@@ -333,8 +335,9 @@ class _StopSignal:
 
     def __enter__(self) -> _StopSignal:
         if threading.current_thread() is threading.main_thread():  # elsewhere Python allows no handlers
-            for number in (signal.SIGTERM, signal.SIGINT):
-                self._previous[number] = signal.signal(number, self._note)
+            for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+                if signal.getsignal(number) != signal.SIG_IGN:
+                    self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(
@@ -344,9 +347,12 @@ class _StopSignal:
 
     def _note(self, number: int, frame: FrameType | None) -> None:
         self.received = True
+        if number == signal.SIGHUP:  # shell and terminal send one each, and nobody reads any more
+            return
         self._restore()
         if self._show:  # past Python's buffer, which the signal may have interrupted
-            os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
+            with contextlib.suppress(OSError):
+                os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
 
     def _restore(self) -> None:
         for number, handler in self._previous.items():

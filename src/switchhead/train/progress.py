@@ -1,7 +1,11 @@
-"""What a person sees of a run in progress: a bar on a terminal, now and then a line elsewhere."""
+"""What a person sees of a run in progress: a bar on a terminal, now and then a line elsewhere.
+
+A run outlives its terminal, and the reader of its standard error: what can no longer be shown is not.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import sys
 import time
 from abc import ABC, abstractmethod
@@ -85,7 +89,8 @@ class _Bar(ProgressDisplay):
         return self
 
     def close(self) -> None:
-        self._progress.stop()
+        with contextlib.suppress(OSError):
+            self._progress.stop()
 
 
 class _Lines(ProgressDisplay):
@@ -108,4 +113,5 @@ class _Lines(ProgressDisplay):
 
     def _print(self, step: int, numbers: str) -> None:
         self._last = time.monotonic()
-        print(f"{self.title}  step {step}/{self.total}  {numbers}", file=sys.stderr, flush=True)
+        with contextlib.suppress(OSError):
+            print(f"{self.title}  step {step}/{self.total}  {numbers}", file=sys.stderr, flush=True)
