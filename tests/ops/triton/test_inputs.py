@@ -14,6 +14,8 @@ CASES = {
     "values alone, every expert, odd width": dict(routers=3, heads=3, experts=3, k=3, d=11),
     "odd width of the model": dict(routers=4, heads=2, experts=4, k=2, d=8, d_model=21),
     "rotated": dict(routers=4, heads=2, experts=4, k=2, d=11, rotated=3),
+    "the paper's 47M": dict(routers=4, heads=2, experts=5, k=2, d=76, d_model=412, rotated=38, tokens=20),
+    "heads of 41 channels": dict(routers=4, heads=2, experts=5, k=3, d=41, d_model=412, rotated=20, tokens=20),
     "no token": dict(routers=4, heads=2, experts=4, k=2, d=8, tokens=0),
     "one token": dict(routers=4, heads=2, experts=4, k=2, d=8, tokens=1),
 }
@@ -137,6 +139,14 @@ def test_gradients_of_routers_with_small_gates_are_as_accurate_as_plain_torchs(s
     backends = ("reference", torch.float64), ("gated", dtype), ("triton", dtype)
     exact, plain, found = router_gradients(score, dtype, device, backends)
     assert relative_error(found, exact) <= 2 * relative_error(plain, exact) + 1e-6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_results_and_gradients_repeat_bit_for_bit(dtype, device):
+    case = CASES["rotated"] | {"tokens": 600}
+    first, second = (run("triton", device, dtype=dtype, **case) for _ in range(2))
+    for name, value in first.items():
+        assert torch.equal(second[name], value), name
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")

@@ -7,12 +7,22 @@ small: it runs near the machine's peak, and writes each result once.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 import triton
 import triton.language as tl
 from torch import Tensor
 
 from switchhead.ops.triton.operator import visible
+
+
+class Routed(NamedTuple):
+    """Gates of all sides, float32 `[sides, N, H, K]`, contiguous; the rows that are spread belong to the last."""
+
+    grad_gates: Tensor
+    gates: Tensor
+    expert_indices: Tensor
 
 
 def spread_rows(
@@ -26,6 +36,7 @@ def spread_rows(
     first: int = 0,
     projected: Tensor | None = None,
     combined: Tensor | None = None,
+    routed: Routed | None = None,
 ) -> Tensor | None:
     """Write every row of x once for each expert of its head, times that expert's gate, zero where it was not chosen.
 
@@ -41,18 +52,25 @@ def spread_rows(
             is the gradient of the gate-weighted sum of `projected`.
         combined: that sum, `[N, H, d]`, where `projected` `[N, H, K - 1, d]` lacks the first slot, whose gate is the
             largest: what the sum has beyond the other slots, divided by this gate, is as precise as the row itself.
+        routed: asks for the gradients of all routers' scores, behind the experts' columns, and zeros behind them.
 
     Returns:
-        The dot products `[N, H, K]` in float32, or None.
+        The dot products `[N, H, K]` in float32, or None if they were not asked for or are in the scores' gradients.
     """
     tokens, heads, k = expert_indices.shape
     wanted = projected is not None or combined is not None
-    dots = torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device) if wanted else None
+    dots = None
+    if wanted and routed is None:
+        dots = torch.empty(tokens, heads, k, dtype=torch.float32, device=x.device)
+    grad_gates, all_gates, all_indices = routed or (None, None, None)
+    sides = 0 if all_gates is None else all_gates.shape[0]
+    behind = 0 if routed is None else out.shape[1] - first - heads * n_experts * (width + sides)
     block_d = triton.next_power_of_2(width)
     block = max(1, min(16, 4096 // block_d))
     visible(_spread_rows_kernel)[(triton.cdiv(tokens * heads, block),)](
-        x, expert_indices.contiguous(), gates.contiguous(), projected, combined, out, dots,
-        tokens * heads, *x.stride(), out.stride(0), first, heads, k, n_experts, x.shape[-1], width, block, block_d,
+        x, expert_indices.contiguous(), gates.contiguous(), projected, combined, grad_gates, all_gates, all_indices,
+        out, dots, tokens * heads, *x.stride(), out.stride(0), first, heads, k, n_experts, x.shape[-1], width,
+        sides, behind, block, block_d, triton.next_power_of_2(n_experts), triton.next_power_of_2(max(behind, 1)),
     )  # fmt: skip
     return dots
 
@@ -64,11 +82,15 @@ def _spread_rows_kernel(
     gates_ptr,  # float32 [N * H, K]
     projected_ptr,  # [N * H, K, D], or [N * H, K - 1, D] beside combined, or None
     combined_ptr,  # [N * H, D] or None
-    out_ptr,  # [N, >= first + H * E * WIDTH]
+    grad_gates_ptr,  # float32 [SIDES, N * H, K] or None
+    all_gates_ptr,  # float32 [SIDES, N * H, K] or None
+    all_indices_ptr,  # int32 [SIDES, N * H, K] or None
+    out_ptr,  # [N, >= first + H * E * WIDTH], then SIDES * H * E scores and BEHIND zeros
     dots_ptr,  # float32 [N * H, K] or None
     n_rows, stride_n, stride_h, stride_d, stride_out, first,
     H: tl.constexpr, K: tl.constexpr, E: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    SIDES: tl.constexpr, BEHIND: tl.constexpr, BLOCK: tl.constexpr, BLOCK_D: tl.constexpr,
+    BLOCK_E: tl.constexpr, BLOCK_BEHIND: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = row < n_rows
@@ -77,7 +99,8 @@ def _spread_rows_kernel(
     inside = valid[:, None] & (d < D)[None, :]
     x = tl.load(x_ptr + (token * stride_n + head * stride_h)[:, None] + d[None, :] * stride_d, mask=inside, other=0.0)
     x = x.to(tl.float32)
-    if dots_ptr is not None:
+    dots = ()
+    if projected_ptr is not None or combined_ptr is not None:
         FIRST: tl.constexpr = 0 if combined_ptr is None else 1
         if FIRST:
             y = tl.load(combined_ptr + row[:, None] * D + d[None, :], mask=inside, other=0.0)
@@ -85,13 +108,34 @@ def _spread_rows_kernel(
         for j in tl.static_range(FIRST, K):
             at = projected_ptr + (row * (K - FIRST) + j - FIRST)[:, None] * D + d[None, :]
             y = tl.load(at, mask=inside, other=0.0)
-            dot = tl.sum(x * y.to(tl.float32), 1)
-            tl.store(dots_ptr + row * K + j, dot, mask=valid)
+            dots = dots + (tl.sum(x * y.to(tl.float32), 1),)
             if FIRST:
-                left -= dot * tl.load(gates_ptr + row * K + j, mask=valid, other=0.0)
+                left -= dots[j - 1] * tl.load(gates_ptr + row * K + j, mask=valid, other=0.0)
         if FIRST:
             largest = tl.load(gates_ptr + row * K, mask=valid, other=0.0)
-            tl.store(dots_ptr + row * K, left / tl.where(largest > 0, largest, float("inf")), mask=valid)
+            dots = (left / tl.where(largest > 0, largest, float("inf")),) + dots
+    if dots_ptr is not None:
+        for j in tl.static_range(K):
+            tl.store(dots_ptr + row * K + j, dots[j], mask=valid)
+    if grad_gates_ptr is not None:
+        scores = out_ptr + (token * stride_out)[:, None] + first + H * E * WIDTH
+        e = tl.arange(0, BLOCK_E)[None, :]
+        for side in tl.static_range(SIDES):  # gradients of the sigmoids' arguments; the values' side is the last
+            total = tl.zeros((BLOCK, BLOCK_E), tl.float32)
+            for j in tl.static_range(K):
+                slot = (tl.cast(n_rows, tl.int64) * side + row) * K + j
+                gate = tl.load(all_gates_ptr + slot, mask=valid, other=0.0)
+                grad = tl.load(grad_gates_ptr + slot, mask=valid, other=0.0)
+                if side == SIDES - 1:
+                    grad += dots[j]
+                hit = tl.load(all_indices_ptr + slot, mask=valid, other=-1)[:, None] == e
+                total = tl.where(hit, (grad * gate * (1 - gate))[:, None], total)
+            at = scores + (side * H + head)[:, None] * E + e
+            tl.store(at, total.to(out_ptr.dtype.element_ty), mask=valid[:, None] & (e < E))
+        if BEHIND > 0:
+            c = tl.arange(0, BLOCK_BEHIND)[None, :]
+            zeros = tl.zeros((BLOCK, BLOCK_BEHIND), out_ptr.dtype.element_ty)
+            tl.store(scores + SIDES * H * E + c, zeros, mask=(valid & (head == 0))[:, None] & (c < BEHIND))
     target = out_ptr + (token * stride_out + head * (E * WIDTH))[:, None] + first + d[None, :]
     stored = valid[:, None] & (d < WIDTH)[None, :]
     experts = ()

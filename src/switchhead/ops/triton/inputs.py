@@ -10,16 +10,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-import triton
-import triton.language as tl
 from jaxtyping import Bool, Float
 from torch import Tensor
 
 from switchhead.ops.triton.decode import decode
-from switchhead.ops.triton.dense import spread_rows, sum_over_tokens
+from switchhead.ops.triton.dense import Routed, spread_rows, sum_over_tokens
 from switchhead.ops.triton.moe_linear import DECODE_TOKENS, project_blocks, project_values
 from switchhead.ops.triton.operands import ALIGN, aligned_rows, is_aligned, pad_to
-from switchhead.ops.triton.operator import operator, visible
+from switchhead.ops.triton.operator import operator
 from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.rotary import rotate_heads
 from switchhead.ops.triton.router import choose
@@ -133,25 +131,23 @@ def _project_inputs_backward(
         none = Weights(of_plain, values.new_zeros(values.shape), routers.new_zeros(routers.shape))
         return _as_outputs(tokens.new_zeros((0, d_model), dtype=x_dtype), none)
     width = pad_to(d, ALIGN)
-    inner, scores = heads * experts * width, routers.shape[0] * experts
-    first = len(plain) * heads * width  # columns of the values' experts
-    last = first + inner
+    first = len(plain) * heads * width  # column of the values' experts
+    columns = first + heads * experts * width + routers.shape[0] * experts
+    columns = pad_to(columns, 2 * ALIGN)  # strides that Triton knows to be aligned
     # Gradients of queries, keys, every expert's values, and scores; then the matrices that they go through.
-    shape = (n_tokens, pad_to(last + scores, 2 * ALIGN))  # strides that Triton knows to be aligned
-    grads = torch.empty(shape, dtype=dtype, device=tokens.device)
+    grads = torch.empty(n_tokens, columns, dtype=dtype, device=tokens.device)
     rotate_heads([pad_width(grad, width) for grad, _ in plain], [grads], cos, sin, back=True)
-    by_values = spread_rows(
+    spread_rows(
         grad_values, expert_indices[-1], gates[-1], grads, n_experts=experts, width=width, first=first,
         projected=kept if kept.shape[2] else None, combined=out if kept.shape[2] < gates.shape[3] else None,
+        routed=Routed(grad_gates.contiguous(), gates, expert_indices),
     )  # fmt: skip
-    assert by_values is not None
-    _write_score_gradients(grad_gates, by_values, gates, expert_indices, grads, last, experts)
     sums = sum_over_tokens(tokens, grads)  # [D, columns]: experts' side by side, so that whole rows of d are moved
     of_weights = unstack_weights(sums.mT, weights, width=width, expert_width=width)
     if not of_tokens:
         return _as_outputs(tokens.new_empty(0), of_weights)
-    stacked = (shape[1], tokens.shape[1])
-    matrices = stack_weights(weights, width=width, expert_width=width, shape=stacked, dtype=dtype)
+    shape = (columns, tokens.shape[1])
+    matrices = stack_weights(weights, width=width, expert_width=width, shape=shape, dtype=dtype)
     return _as_outputs(_token_gradients(grads, matrices, d_model, x_dtype), of_weights)
 
 
@@ -212,51 +208,3 @@ def _differentiate(ctx, grad_queries, grad_keys, grad_values, grad_gates, *_unus
 
 
 _project_inputs.register_autograd(_differentiate, setup_context=_setup_context)
-
-
-def _write_score_gradients(
-    grad_gates: Tensor,
-    by_values: Tensor,
-    gates: Tensor,
-    expert_indices: Tensor,
-    out: Tensor,
-    first: int,
-    experts: int,
-) -> None:
-    """Gradients of the scores, `gate (1 - gate)` times the gates', into columns `first ..` of out; zeros behind."""
-    sides, tokens, heads, k = gates.shape
-    columns = out.shape[1] - first
-    block = 32
-    visible(_score_gradients_kernel)[(triton.cdiv(tokens, block),)](
-        grad_gates.contiguous(), by_values, gates, expert_indices, out, tokens, out.stride(0), first,
-        sides, heads, k, experts, columns, block, triton.next_power_of_2(columns),
-    )  # fmt: skip
-
-
-@triton.jit(do_not_specialize=["n_tokens"])
-def _score_gradients_kernel(
-    grad_gates_ptr,  # float32 [SIDES, N, HEADS, K]
-    by_values_ptr,  # float32 [N, HEADS, K]: more gradient for the last side
-    gates_ptr,  # float32 [SIDES, N, HEADS, K]
-    indices_ptr,  # int32 [SIDES, N, HEADS, K]
-    out_ptr,
-    n_tokens, stride_out, first,
-    SIDES: tl.constexpr, HEADS: tl.constexpr, K: tl.constexpr, E: tl.constexpr, COLUMNS: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_COLUMNS: tl.constexpr,
-):  # fmt: skip
-    token = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
-    column = tl.arange(0, BLOCK_COLUMNS)
-    router, expert = column // E, column % E
-    side, head = router // HEADS, router % HEADS
-    inside = (token < n_tokens)[:, None] & (side < SIDES)[None, :]
-    total = tl.zeros((BLOCK, BLOCK_COLUMNS), tl.float32)
-    for j in tl.static_range(K):
-        slot = (((side * n_tokens)[None, :] + token[:, None]) * HEADS + head[None, :]) * K + j
-        gate = tl.load(gates_ptr + slot, mask=inside, other=0.0)
-        grad = tl.load(grad_gates_ptr + slot, mask=inside, other=0.0)
-        by_values = ((token * HEADS)[:, None] + head[None, :]) * K + j
-        grad += tl.load(by_values_ptr + by_values, mask=inside & (side == SIDES - 1)[None, :], other=0.0)
-        hit = tl.load(indices_ptr + slot, mask=inside, other=-1) == expert[None, :]
-        total = tl.where(hit, grad * gate * (1 - gate), total)
-    target = out_ptr + (token * stride_out)[:, None] + first + column[None, :]
-    tl.store(target, total.to(out_ptr.dtype.element_ty), mask=(token < n_tokens)[:, None] & (column < COLUMNS)[None, :])
