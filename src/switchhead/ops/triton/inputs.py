@@ -197,12 +197,12 @@ def _setup_context(ctx, inputs, output):
 
 
 def _differentiate(ctx, grad_queries, grad_keys, grad_values, grad_gates, *_unused):
-    _, queries, *_ = ctx.saved_tensors
-    gates, *_, out = ctx.saved_tensors[-4:]
+    saved = ctx.saved_tensors  # checkpointing lets them be read once
+    queries, (gates, *_, out) = saved[1], saved[-4:]
     of_queries = out[:0] if queries is None else out
     given = ((grad_queries, of_queries), (grad_keys, out), (grad_values, out), (grad_gates, gates))
     grads = [like.new_zeros(like.shape) if grad is None else grad for grad, like in given]
-    found = _project_inputs_backward(*grads, *ctx.saved_tensors, ctx.x_dtype, ctx.needs_input_grad[0])
+    found = _project_inputs_backward(*grads, *saved, ctx.x_dtype, ctx.needs_input_grad[0])
     wanted = ctx.needs_input_grad[: len(found)]
     return *(grad if needs else None for grad, needs in zip(found, wanted, strict=True)), *(None,) * 7
 

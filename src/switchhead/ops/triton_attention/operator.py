@@ -220,8 +220,9 @@ def _setup_context(ctx, inputs, output) -> None:
 
 
 def _backward(ctx, grad_out, _grad_lse):
-    grad_q, grad_u, *grads = relative_attention_backward(grad_out, *ctx.saved_tensors, ctx.scale, ctx.causal)
-    has_bias = ctx.saved_tensors[1] is not None
+    saved = ctx.saved_tensors  # checkpointing lets them be read once
+    grad_q, grad_u, *grads = relative_attention_backward(grad_out, *saved, ctx.scale, ctx.causal)
+    has_bias = saved[1] is not None
     return grad_q, grad_u if has_bias else None, *grads, None, None, None
 
 
