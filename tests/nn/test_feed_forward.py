@@ -45,6 +45,24 @@ def test_dropout_acts_on_inner_units_in_training_only(kind):
     assert torch.allclose(seen[0][kept], 2 * seen[1][kept])
 
 
+def test_what_hangs_on_the_first_projection_acts_in_training_too():
+    layer, x = MLP(d_model=12, d_ff=20, dropout=0.5), torch.randn(2, 12)
+    seen = []
+    handle = layer.up_proj.register_forward_hook(lambda module, args, output: seen.append(output))
+    layer(x)
+    assert torch.equal(seen[0] + layer.up_proj.bias, layer.up_proj(x))  # its bias comes with the activation
+    handle.remove()
+    torch.nn.utils.parametrizations.weight_norm(layer.up_proj)
+    layer(x).sum().backward()
+    assert all(parameter.grad is not None for parameter in layer.up_proj.parameters())
+
+
+def test_training_and_evaluation_agree_on_the_dtype_of_mixed_operands():
+    layer, x = MLP(d_model=12, d_ff=20, dropout=0.5).bfloat16(), torch.randn(2, 12, dtype=torch.bfloat16)
+    layer.up_proj.bias.data = layer.up_proj.bias.data.float()
+    assert layer(x).dtype == layer.eval()(x).dtype == torch.float32
+
+
 @pytest.mark.parametrize("kind", [MLP, SwiGLU])
 def test_initial_weights_have_the_stated_deviation_and_biases_are_zero(kind):
     layer = kind(d_model=300, d_ff=500, init_scale=0.7)

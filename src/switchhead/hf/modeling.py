@@ -20,6 +20,7 @@ from switchhead.hf.masks import fixed_cache_mask, layer_masks
 from switchhead.hf.outputs import SwitchHeadCausalLMOutput, SwitchHeadModelOutput, aux_outputs
 from switchhead.hf.router_logits import RouterLogits
 from switchhead.nn import Block
+from switchhead.nn.dropout import Dropout
 from switchhead.ops import chunked_cross_entropy
 
 
@@ -115,7 +116,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
         super().__init__(config)
         self.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
         nn.init.normal_(self.embed_tokens.weight, std=config.hidden_size**-0.5)
-        self.embedding_dropout = nn.Dropout(config.dropout)
+        self.embedding_dropout = Dropout(config.dropout)
         self.layers = nn.ModuleList(SwitchHeadLayer(config) for _ in range(config.num_hidden_layers))
         self.norm = NORM[config.norm].build(config)
         self.post_init()
@@ -230,7 +231,7 @@ class SwitchHeadForCausalLM(SwitchHeadPreTrainedModel, GenerationMixin):
     def __init__(self, config: SwitchHeadConfig) -> None:
         super().__init__(config)
         self.model = SwitchHeadModel(config)
-        self.output_dropout = nn.Dropout(config.dropout)
+        self.output_dropout = Dropout(config.dropout)
         self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=config.use_bias)
         self.post_init()
 

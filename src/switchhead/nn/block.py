@@ -8,6 +8,7 @@ from jaxtyping import Float
 from torch import Tensor, nn
 
 from switchhead.nn.attention import AuxLosses
+from switchhead.nn.dropout import Dropout
 
 
 class Block(nn.Module):
@@ -33,7 +34,7 @@ class Block(nn.Module):
         super().__init__()
         self.attention_norm, self.attention = attention_norm, attention
         self.feed_forward_norm, self.feed_forward = feed_forward_norm, feed_forward
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
 
     def forward(
         self,

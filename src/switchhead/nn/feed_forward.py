@@ -7,6 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from switchhead.nn.attention import AuxLosses, check_sizes
+from switchhead.nn.dropout import Dropout
 from switchhead.nn.init import truncated_normal_
 from switchhead.nn.linear import Linear
 from switchhead.ops import relu_dropout
@@ -17,7 +18,7 @@ class _FeedForward(nn.Module):
 
     def __init__(self, dropout: float, init_scale: float) -> None:
         super().__init__()
-        self.dropout = nn.Dropout(dropout)
+        self.dropout = Dropout(dropout)
         self.init_scale = init_scale
 
     def reset_parameters(self) -> None:
@@ -47,6 +48,9 @@ class _FeedForward(nn.Module):
 class MLP(_FeedForward):
     """`y = dropout(relu(x W_1 + b_1)) W_2 + b_2`.
 
+    In training with dropout, bias, ReLU and dropout are one operation (`switchhead.ops.relu_dropout`): a hook on
+    `up_proj` then sees the product before the bias, and one on `dropout` nothing.
+
     Args:
         d_model: width of the input and output.
         d_ff: inner width.
@@ -68,7 +72,7 @@ class MLP(_FeedForward):
         """See the class."""
         up, dropout = self.up_proj, self.dropout
         if dropout.training and dropout.p > 0 and type(up) is Linear:  # not an adapter in its place
-            return self.down_proj(relu_dropout(up.product(x), up.bias, dropout.p))
+            return self.down_proj(relu_dropout(up(x, biased=False), up.bias, dropout.p))
         return self.down_proj(dropout(F.relu(up(x))))
 
 

@@ -12,12 +12,9 @@ from switchhead.ops.dtypes import cast_together
 class Linear(nn.Linear):
     """`y = x W^T + b` for any mix of floating dtypes: outside autocast operands are promoted, not refused."""
 
-    def forward(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """`[..., in_features] -> [..., out_features]`."""
+    def forward(self, input: Float[Tensor, "*batch d_in"], *, biased: bool = True) -> Float[Tensor, "*batch d_out"]:
+        """`[..., in_features] -> [..., out_features]`; unless `biased` without the bias, but in the dtype with it."""
         if self.bias is None:
-            return self.product(input)
-        return F.linear(*cast_together(input, self.weight, self.bias))
-
-    def product(self, input: Float[Tensor, "*batch d_in"]) -> Float[Tensor, "*batch d_out"]:
-        """`x W^T`, without the bias."""
-        return F.linear(*cast_together(input, self.weight))
+            return F.linear(*cast_together(input, self.weight))
+        input, weight, bias = cast_together(input, self.weight, self.bias)
+        return F.linear(input, weight, bias if biased else None)

@@ -2,11 +2,11 @@
 
 from switchhead.ops.attention import attend
 from switchhead.ops.cross_entropy import chunked_cross_entropy
+from switchhead.ops.dropout import dropout, relu_dropout
 from switchhead.ops.inputs import project_inputs
 from switchhead.ops.moe_linear import Choice, choose_backend, moe_linear
 from switchhead.ops.packed import document_boundaries, packed_attention
 from switchhead.ops.relative import relative_attention
-from switchhead.ops.relu_dropout import relu_dropout
 from switchhead.ops.router import route
 
 __all__ = [
@@ -15,6 +15,7 @@ __all__ = [
     "choose_backend",
     "chunked_cross_entropy",
     "document_boundaries",
+    "dropout",
     "moe_linear",
     "packed_attention",
     "project_inputs",

@@ -2,8 +2,9 @@ import pytest
 import torch
 from torch.nn import functional as F
 
+from switchhead.nn.dropout import Dropout
 from switchhead.nn.feed_forward import MLP
-from switchhead.ops.triton.relu_dropout import _backward, _forward, relu_dropout
+from switchhead.ops.triton.dropout import _keep_mask, _relu_dropout, _relu_dropout_backward, keep_mask, relu_dropout
 from tests.helpers import check_operator, gradients, relative_error
 
 TOLERANCE = {torch.float32: 1e-6, torch.bfloat16: 5e-3, torch.float16: 7e-4}
@@ -34,11 +35,18 @@ def test_units_above_zero_are_scaled_or_dropped_and_so_are_their_gradients(shape
         assert relative_error(grad, other) <= TOLERANCE[dtype]
 
 
+@pytest.mark.parametrize("alone", [True, False])
 @pytest.mark.parametrize("p", [0.01, 0.1, 0.5, 0.9])
-def test_units_are_dropped_with_their_probability_and_independently(p, device):
+def test_units_are_dropped_with_their_probability_and_independently(p, alone, device):
     torch.manual_seed(0)
     rows, width = 256, 512
-    out = relu_dropout(torch.ones(rows, width, device=device), None, p)
+    ones = torch.ones(rows, width, device=device)
+    if alone:
+        mask, scale = keep_mask(ones, p)
+        assert mask.shape == ones.shape
+        out = mask * scale
+    else:
+        out = relu_dropout(ones, None, p)
     dropped = (out == 0).double()
     assert out.max().item() == pytest.approx(1 / (1 - p), rel=1e-6)
     deviation = (p * (1 - p)) ** 0.5
@@ -79,17 +87,40 @@ def test_rows_of_any_strides_and_none(device):
     expected = relu_dropout(x.transpose(0, 1).contiguous(), bias, 0.5)
     torch.manual_seed(2)
     assert torch.equal(relu_dropout(x.transpose(0, 1), bias, 0.5), expected)
+    spaced = torch.zeros(2 * len(bias), device=device)
+    spaced[::2] = bias.detach()
+    torch.manual_seed(2)
+    assert torch.equal(relu_dropout(x.transpose(0, 1), spaced[::2], 0.5), expected)
     none = relu_dropout(x[:0], bias, 0.5)
     assert none.shape == (0, 5, 8)
+    assert keep_mask(x[:0], 0.5)[0].shape == (0, 5, 8)
     assert not any(grad.any() for grad in gradients(none, x, bias, cotangent=none))
 
 
 def test_operators_tell_a_compiler_what_they_do(device):
     x, bias = operands((7, 12), torch.bfloat16, device=device)
     seed = torch.zeros(1, dtype=torch.int64, device=device)
+    check_operator(_keep_mask, (seed, [3, 5], 2**29), differentiable=False)
     for given in (bias, None):
-        check_operator(_forward, (x, given, seed, 2**29, 4 / 3))
-        check_operator(_backward, (torch.randn_like(x), torch.randn_like(x).relu(), 4 / 3, given is not None))
+        check_operator(_relu_dropout, (x, given, seed, 2**29, 4 / 3))
+        check_operator(
+            _relu_dropout_backward, (torch.randn_like(x), torch.randn_like(x).relu(), 4 / 3, given is not None)
+        )
+
+
+@pytest.mark.gpu
+def test_compiled_dropout_draws_masks_that_backward_sees():
+    dropout = torch.compile(Dropout(0.25), fullgraph=True)
+    x = torch.randn(300, 41, device="cuda", dtype=torch.bfloat16, requires_grad=True)
+    out = dropout(x)
+    kept = out != 0
+    assert abs(kept.double().mean() - 0.75) < 0.02
+    assert torch.equal(out, torch.where(kept, (x.float() / 0.75).bfloat16(), 0.0))
+    (grad,) = gradients(out, x, cotangent=torch.ones_like(out))
+    assert torch.equal(grad, torch.where(kept, 1 / 0.75, 0.0).bfloat16())
+    assert not torch.equal(dropout(x), out)
+    dropout.eval()
+    assert torch.equal(dropout(x), x)
 
 
 @pytest.mark.gpu
