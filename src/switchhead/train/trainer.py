@@ -122,11 +122,11 @@ class Trainer:
         self.optimizer.zero_grad()
         batch_loss, auxiliary, memory = self.passes(parts, scale)
         norm = self._unscaled_norm()
+        self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
         learning_rate = learning_rate_at(self.step + 1, self.training)
         alone = self.world.size == 1
         if alone:  # no other rank is asked, so the device need not be waited for before its next work is launched
             self._update(learning_rate, norm, torch.isfinite(batch_loss) & torch.isfinite(norm))
-        self._loaded = self.next_batch + 1, self._load(self.next_batch + 1)  # while the device is still at work
         measured = torch.stack([batch_loss, norm, *auxiliary.values()])
         loss, norm_value, *others = measured.tolist()  # the only wait for the device
         loss, *others = self.world.sum([loss, *others])
@@ -262,13 +262,14 @@ class Trainer:
         """Clip and step. Where `finite` is false, which only the device knows, all stays as it is."""
         if finite is not None:
             norm = norm.where(finite, 0.0)
-            # What `torch.amp.GradScaler` tells a fused optimizer.
-            self.optimizer.found_inf = (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
         if self.training.grad_clip is not None:
             torch.nn.utils.clip_grads_with_norm_(self.model.parameters(), self.training.grad_clip, norm)
         for group in self.optimizer.param_groups:
             group["lr"] = learning_rate
+        # How `torch.amp.GradScaler` tells a fused optimizer.
+        self.optimizer.found_inf = None if finite is None else (~finite).float()  # pyright: ignore[reportAttributeAccessIssue]
         self.optimizer.step()
+        del self.optimizer.found_inf  # pyright: ignore[reportAttributeAccessIssue]
 
     def _skip_or_raise(self, loss: float, gradient_norm: float, random: Sequence[Tensor]) -> None:
         name, value = ("loss", loss) if not math.isfinite(loss) else ("gradient norm", gradient_norm)
