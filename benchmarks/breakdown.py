@@ -57,6 +57,8 @@ def main() -> None:
     options = parser.parse_args()
     if not torch.cuda.is_available():
         raise SystemExit("benchmarks/breakdown.py watches kernels on a CUDA device, and there is none here")
+    if options.what == "layer" and options.name not in LAYERS:
+        parser.error(f"layer {options.name} unknown; use {', '.join(LAYERS)}")
     run = training_step(options.name) if options.what == "step" else layer_passes(options.name, options.length)
     for _ in range(8):
         run()

@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 
 from switchhead.runs import choose_device, load_run
-from switchhead.train.distributed import World, fact_of, shard_dimension, with_fresh_keys
+from switchhead.train.distributed import _COMPILER, World, fact_of, shard_dimension, with_fresh_keys
 from tests.helpers import relative_error
 
 EXACT = {"dropout": 0.0, "expert_dropout": 0.0}
@@ -376,3 +376,7 @@ def test_more_ranks_than_gpus_are_refused(monkeypatch):
     with pytest.raises(Exception, match=r"rank 3 finds 2 GPUs for 4 or more ranks on this host"):
         World(3, 4, local_rank=3).place(torch.device("cuda"))
     assert World(3, 4, local_rank=3).place(choose_device("cpu")) == torch.device("cpu")
+
+
+def test_the_compiler_knows_its_options():
+    assert set(_COMPILER) <= set(torch._inductor.list_options())
