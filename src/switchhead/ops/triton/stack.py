@@ -90,31 +90,32 @@ def _move_kernel(
     column = (tl.program_id(1) * BLOCK_WIDE + tl.arange(0, BLOCK_WIDE)[None, :]).to(tl.int64)
     exists, filled = column < COLUMNS, column < D_MODEL
     stacked = stacked_ptr + column * stride_column
+    # Names of their own for what each branch reads: of one dtype or another, one name could not stand for all.
     if program < OF_HEADS:
         head = program // PARTS
         row = program % PARTS * BLOCK + i
         at = stacked + (head * WIDTH + row).to(tl.int64) * stride_row
-        source = first_ptr + (head * D + row).to(tl.int64) * stride_first + column * stride_first_in
+        first = first_ptr + (head * D + row).to(tl.int64) * stride_first + column * stride_first_in
         mine = exists & (row < WIDTH) & (head < H)
-        _exchange(at, source, mine, mine & filled & (row < D), BACK)
+        _exchange(at, first, mine, mine & filled & (row < D), BACK)
         if second_ptr is not None:
-            source = second_ptr + ((head - H) * D + row).to(tl.int64) * stride_second + column * stride_second_in
+            second = second_ptr + ((head - H) * D + row).to(tl.int64) * stride_second + column * stride_second_in
             mine = exists & (row < WIDTH) & (head >= H)
-            _exchange(at, source, mine, mine & filled & (row < D), BACK)
+            _exchange(at, second, mine, mine & filled & (row < D), BACK)
     elif program < OF_HEADS + OF_EXPERTS:
         matrix = (program - OF_HEADS) // EXPERT_PARTS
         row = (program - OF_HEADS) % EXPERT_PARTS * BLOCK + i
         at = stacked + (FIRST_EXPERT + matrix * EXPERT_WIDTH + row).to(tl.int64) * stride_row
-        source = values_ptr + (matrix // E).to(tl.int64) * stride_head + (matrix % E).to(tl.int64) * stride_expert
-        source += row.to(tl.int64) * stride_out + column * stride_in
+        expert = values_ptr + (matrix // E).to(tl.int64) * stride_head + (matrix % E).to(tl.int64) * stride_expert
+        expert += row.to(tl.int64) * stride_out + column * stride_in
         mine = exists & (row < EXPERT_WIDTH)
-        _exchange(at, source, mine, mine & filled & (row < D), BACK)
+        _exchange(at, expert, mine, mine & filled & (row < D), BACK)
     else:
         row = (program - OF_HEADS - OF_EXPERTS) * BLOCK + i
         at = stacked + (FIRST_SCORE + row).to(tl.int64) * stride_row
-        source = scores_ptr + row.to(tl.int64) * stride_score + column * stride_score_in
+        scores = scores_ptr + row.to(tl.int64) * stride_score + column * stride_score_in
         mine = exists & (row < ROWS - FIRST_SCORE)
-        _exchange(at, source, mine, mine & filled & (row < SCORES), BACK)
+        _exchange(at, scores, mine, mine & filled & (row < SCORES), BACK)
 
 
 @triton.jit
