@@ -107,7 +107,7 @@ forward, calls = SwitchHeadForCausalLM.forward, 0
 
 def fail(self, *args, **kwargs):
     global calls
-    calls += self.training
+    calls += self.training and type(kwargs["input_ids"]) is torch.Tensor  # not the fake one of an estimate
     if calls == 3 and os.environ["RANK"] == "1":
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")
     return forward(self, *args, **kwargs)
