@@ -6,10 +6,14 @@ from switchhead.ops import dropout, relu_dropout
 
 def test_bad_arguments_are_named():
     x = torch.randn(3, 8)
-    for p in (-0.1, 1.5, float("nan")):
-        for function in (lambda x, p: dropout(x, p), lambda x, p: relu_dropout(x, None, p)):
+    for function in (dropout, lambda x, p, **options: relu_dropout(x, None, p, **options)):
+        for p in (-0.1, 1.5, float("nan")):
             with pytest.raises(ValueError, match=r"p=.* must be a probability"):
                 function(x, p)
+        with pytest.raises(ValueError, match=r"backend='cuda' is unknown; use 'auto', 'reference' or 'triton'"):
+            function(x, 0.5, backend="cuda")
+        with pytest.raises(ValueError, match=r"backend='triton' cannot run here: .*not float64"):
+            function(x.double(), 0.5, backend="triton")
     for bias in (torch.ones(1), torch.ones(4), torch.ones(1, 8)):
         with pytest.raises(ValueError, match=r"bias must be \[8\], as wide as x; got"):
             relu_dropout(x, bias, 0.5)

@@ -4,6 +4,7 @@ from torch.nn import functional as F
 
 from switchhead.nn.dropout import Dropout
 from switchhead.nn.feed_forward import MLP
+from switchhead.ops import dropout
 from switchhead.ops.triton.dropout import _keep_mask, _relu_dropout, _relu_dropout_backward, keep_mask, relu_dropout
 from tests.helpers import check_operator, gradients, relative_error
 
@@ -41,12 +42,7 @@ def test_units_are_dropped_with_their_probability_and_independently(p, alone, de
     torch.manual_seed(0)
     rows, width = 256, 512
     ones = torch.ones(rows, width, device=device)
-    if alone:
-        mask, scale = keep_mask(ones, p)
-        assert mask.shape == ones.shape
-        out = mask * scale
-    else:
-        out = relu_dropout(ones, None, p)
+    out = dropout(ones, p, backend="triton") if alone else relu_dropout(ones, None, p)
     dropped = (out == 0).double()
     assert out.max().item() == pytest.approx(1 / (1 - p), rel=1e-6)
     deviation = (p * (1 - p)) ** 0.5
@@ -110,17 +106,17 @@ def test_operators_tell_a_compiler_what_they_do(device):
 
 @pytest.mark.gpu
 def test_compiled_dropout_draws_masks_that_backward_sees():
-    dropout = torch.compile(Dropout(0.25), fullgraph=True)
+    layer = torch.compile(Dropout(0.25), fullgraph=True)
     x = torch.randn(300, 41, device="cuda", dtype=torch.bfloat16, requires_grad=True)
-    out = dropout(x)
+    out = layer(x)
     kept = out != 0
     assert abs(kept.double().mean() - 0.75) < 0.02
     assert torch.equal(out, torch.where(kept, (x.float() / 0.75).bfloat16(), 0.0))
     (grad,) = gradients(out, x, cotangent=torch.ones_like(out))
     assert torch.equal(grad, torch.where(kept, 1 / 0.75, 0.0).bfloat16())
-    assert not torch.equal(dropout(x), out)
-    dropout.eval()
-    assert torch.equal(dropout(x), x)
+    assert not torch.equal(layer(x), out)
+    layer.eval()
+    assert torch.equal(layer(x), x)
 
 
 @pytest.mark.gpu
