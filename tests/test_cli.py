@@ -3,6 +3,7 @@ import json
 import re
 import subprocess
 import sys
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -220,6 +221,17 @@ def test_an_interrupt_ends_the_command_quietly(capsys, monkeypatch):
     commands_that_raise(monkeypatch, KeyboardInterrupt())
     assert cli.main(["break"]) == 130
     assert capsys.readouterr().err == "switchhead: interrupted\n"
+
+
+@pytest.mark.parametrize("error", [SwitchHeadError("broken"), KeyboardInterrupt()])
+def test_a_message_is_written_in_one_piece_so_that_those_of_several_processes_do_not_mix(monkeypatch, error):
+    commands_that_raise(monkeypatch, error)
+    pieces = []
+    monkeypatch.setattr(sys, "stderr", SimpleNamespace(write=pieces.append))
+    assert cli.main(["break"]) != 0
+    (piece,) = pieces
+    assert piece.startswith("switchhead: ")
+    assert piece.endswith("\n")
 
 
 def test_a_reader_that_goes_away_causes_no_traceback():

@@ -70,7 +70,7 @@ def main(args: Sequence[str] | None = None) -> int:
         )
         sys.stdout.flush()
     except KeyboardInterrupt:
-        print("switchhead: interrupted", file=sys.stderr)
+        _say("switchhead: interrupted")
         return 130
     except BrokenPipeError:
         # The reader has gone (`| head`). What is still buffered would fail again when the interpreter ends.
@@ -79,9 +79,14 @@ def main(args: Sequence[str] | None = None) -> int:
     except Exception as error:
         if debug:
             raise
-        print(f"switchhead: error: {_message(error)}", file=sys.stderr)
+        _say(f"switchhead: error: {_message(error)}")
         return 2 if isinstance(error, UsageError) else 1
     return 0
+
+
+def _say(line: str) -> None:
+    """A line on standard error in one piece; `print` under `python -u`, as torchrun runs it, writes its end apart."""
+    sys.stderr.write(f"{line}\n")
 
 
 def _message(error: Exception) -> str:
