@@ -129,7 +129,7 @@ def test_a_search_stops_at_the_first_model_as_good_as_dense_and_reports_all(tmp_
     assert (out / "tiny-dense" / "checkpoints" / "step-2").is_dir()
 
 
-def test_a_killed_search_goes_on_where_it_stood_to_the_same_report(tmp_path, text, monkeypatch):
+def test_a_killed_search_goes_on_where_it_stood_to_the_same_report(tmp_path, text, monkeypatch, caplog):
     dense, out = short("tiny-dense").with_model(num_hidden_layers=1), tmp_path / "search"
     train_until(monkeypatch, 1, killed)
     with pytest.raises(KeyboardInterrupt):
@@ -140,7 +140,9 @@ def test_a_killed_search_goes_on_where_it_stood_to_the_same_report(tmp_path, tex
 
     with pytest.raises(RunError, match="already holds a run: continue it with --resume"):
         search(dense, data=text, out=out, tolerance=0, **QUIET)
+    caplog.clear()
     resumed = search(dense, data=text, out=out, tolerance=0, resume=True, **QUIET)
+    assert not caplog.messages  # that the later models have no checkpoint yet is as it should be
     whole = search(dense, data=text, out=tmp_path / "whole", tolerance=0, **QUIET)
     assert resumed == whole
     assert resumed.finished

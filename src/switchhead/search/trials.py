@@ -79,6 +79,7 @@ def make_trainer(
     """
 
     def run(recipe: Recipe) -> Trial:
+        is_begun = (out / recipe.name / "config.json").exists()  # a search that goes on has runs yet to begin
         result = train(
             model=recipe.model,
             training=recipe.training,
@@ -86,7 +87,7 @@ def make_trainer(
             valid=valid,
             out=out / recipe.name,
             recipe=recipe.name,
-            resume=resume,
+            resume=resume and is_begun,
             device=device,
             progress=progress,
         )
