@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -228,6 +229,12 @@ def test_text_that_some_rank_cannot_read_ends_all_and_is_told_once(zygote, tmp_p
     expected = ["DataError: no text on this rank", FIRST_FAILED]
     assert answers == (expected if 0 in ranks else [SECOND_FAILED, expected[0]])
     assert not (tmp_path / "run").exists()
+
+
+def test_a_loss_that_is_not_finite_is_told_once(zygote, tmp_path):
+    first, second = zygote.train_on_ranks(tmp_path, ranks=2, training={"learning_rate": 1e30})
+    assert re.match(r"TrainingError: the loss is (nan|inf) at step \d; .* --allow-changes", first["error"])
+    assert second["error"] == FIRST_FAILED
 
 
 @pytest.mark.parametrize(

@@ -278,11 +278,16 @@ class Trainer:
             self.n_nonfinite += 1
             self._warn("%s (%d of %d such steps)", what, self.n_nonfinite, self.training.skip_nonfinite)
             return
-        raise TrainingError(
+        error = TrainingError(
             f"{what}. {self._find_nonfinite(random)}. Resumed as it is, the run would come here again: go on from the "
             f"last checkpoint with --allow-changes and a lower learning_rate (now {self.training.learning_rate:g}), "
             "stronger clipping or skip_nonfinite, or start again"
         )
+
+        def fail() -> None:
+            raise error
+
+        self.world.first(fail)
 
     def _find_nonfinite(self, random: Sequence[Tensor]) -> str:
         """Run the step's forward again, with the same dropout, to see where it stops being finite."""
