@@ -1,10 +1,14 @@
 import gzip
 import json
+import os
+import re
 import shutil
+import socket
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -217,15 +221,17 @@ def test_missing_data_says_what_is_expected_where(model, tmp_path):
 def hub(monkeypatch):
     """A stand-in for the hub: rows by name and configuration, and what was asked for."""
     rows, asked = {}, []
+    config = SimpleNamespace(HF_HUB_OFFLINE=False)
 
     def load_dataset(name, configuration, split):
-        asked.append((name, configuration, split))
+        asked.append((name, configuration, split, config.HF_HUB_OFFLINE))
         if (name, configuration) not in rows:
             raise ConnectionError("Couldn't reach the Hub\nat all")
         return rows[name, configuration]
 
     module = ModuleType("datasets")
     vars(module).update(
+        config=config,
         load_dataset=load_dataset,
         get_dataset_config_names=lambda name: [configuration for known, configuration in rows if known == name],
     )
@@ -239,7 +245,7 @@ def test_without_local_data_examples_come_from_the_hub(model, hub):
         rows.setdefault(("nyu-mll/blimp", line["paradigm"]), []).append({**line, "UID": line["paradigm"]})
     local, fetched = evaluate_blimp(model, task_data=DATA), evaluate_blimp(model)
     assert (fetched.scores, fetched.data_sha256) == (local.scores, local.data_sha256)
-    assert ("nyu-mll/blimp", "island_wh", "train") in asked
+    assert ("nyu-mll/blimp", "island_wh", "train", False) in asked
 
     rows["cam-cst/cbt", "CN"], rows["cam-cst/cbt", "NE"] = read("cbt_cn.jsonl"), read("cbt_ne.jsonl")
     assert evaluate_cbt(model).scores == evaluate_cbt(model, task_data=DATA).scores
@@ -257,6 +263,58 @@ def test_without_a_network_the_local_alternative_is_named(model, hub):
         DataError, match=r"cannot fetch .*lambada_openai .*Couldn't reach.*put lambada_test\.jsonl into"
     ):
         evaluate_lambada(model)
+
+
+class ConnectError(Exception):
+    """As the hub's library calls a connection that does not come about."""
+
+
+class ReadTimeout(Exception):
+    """As it calls an answer that does not come in time."""
+
+
+@pytest.mark.parametrize(("error", "from_cache"), [(ConnectError("no route"), True), (ReadTimeout("slow"), False)])
+def test_what_was_fetched_is_read_without_a_network_and_a_slow_one_is_waited_for(
+    model, hub, monkeypatch, error, from_cache
+):
+    def dataset_info(self, name, timeout):
+        raise error
+
+    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    rows, asked = hub
+    rows["EleutherAI/lambada_openai", "default"] = read("lambada_test.jsonl")
+    assert evaluate_lambada(model).scores == evaluate_lambada(model, task_data=DATA).scores
+    with pytest.raises(DataError, match=rf"cannot fetch cam-cst/cbt .*{'no route' if from_cache else 'reach'}"):
+        evaluate_cbt(model)
+    assert [is_offline for *_, is_offline in asked] == [from_cache] * 2
+    assert not sys.modules["datasets"].config.HF_HUB_OFFLINE
+
+
+WITHOUT_NETWORK = """
+import datasets, time
+from switchhead.errors import DataError
+from switchhead.eval import blimp
+from switchhead.eval.examples import load_examples
+start = time.perf_counter()
+try:
+    load_examples(blimp.FILE, blimp.HUB, blimp.parse, task_data=None)
+except DataError as error:
+    print(f"{time.perf_counter() - start:.0f} {error}")
+"""
+
+
+def test_a_hub_that_cannot_be_reached_is_given_up_within_seconds(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]  # of nobody, once it is closed
+    nowhere = {"HF_ENDPOINT": f"http://127.0.0.1:{port}", "HF_HOME": str(tmp_path), "HF_HUB_OFFLINE": "0"}
+    environment = {**os.environ, **nowhere, "PYTHONPATH": os.pathsep.join(sys.path)}
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_NETWORK], env=environment, capture_output=True, text=True, check=True
+    )
+    seconds, message = done.stdout.split(" ", 1)
+    assert int(seconds) < 10
+    assert re.match(r"cannot fetch nyu-mll/blimp .*refused.*put blimp\.jsonl into a directory", message)
+    assert "Retrying" not in done.stderr
 
 
 def test_an_unknown_task_and_perplexity_without_text_are_refused_at_once(model):

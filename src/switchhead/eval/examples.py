@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any, TypeVar
@@ -165,11 +166,47 @@ def _from_hub(stem: str, hub: HubData) -> Iterator[Record]:
         from datasets import get_dataset_config_names, load_dataset
     except ImportError as error:
         raise DataError(f"{hub.name} needs datasets: pip install 'switchhead[data]', {local}") from error
+    unreachable = _why_unreachable(hub.name)
     try:
-        for configuration in hub.configurations or get_dataset_config_names(hub.name):
-            rows = load_dataset(hub.name, configuration, split=hub.split)
+        with _from_cache_only() if unreachable else nullcontext():
+            names = hub.configurations or get_dataset_config_names(hub.name)
+            loaded = {name: load_dataset(hub.name, name, split=hub.split) for name in names}
+        for name, rows in loaded.items():
             for number, row in enumerate(rows, start=1):
-                yield Record(dict(row), f"{hub.name}/{configuration} row {number}")
+                yield Record(dict(row), f"{hub.name}/{name} row {number}")
     except Exception as error:  # of the network, the hub and the file system, by many names
-        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        reason = unreachable or _first_line(error)
         raise DataError(f"cannot fetch {hub.name} from the hub ({reason}): try again, {local}") from error
+
+
+def _why_unreachable(name: str) -> str | None:
+    """Why no connection to the hub comes about; None where one does, however slow or faulty its answer.
+
+    `datasets` would try again for half a minute before it looks into its cache.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        HfApi().dataset_info(name, timeout=10)
+    except Exception as error:
+        # Of httpx or httpx2, whichever the hub's library goes through.
+        if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
+            return _first_line(error)
+    return None
+
+
+@contextmanager
+def _from_cache_only() -> Iterator[None]:
+    """Inside, `datasets` takes what was fetched before, as with HF_HUB_OFFLINE=1, which it reads only once."""
+    from datasets import config
+
+    before = config.HF_HUB_OFFLINE
+    config.HF_HUB_OFFLINE = True
+    try:
+        yield
+    finally:
+        config.HF_HUB_OFFLINE = before
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
