@@ -277,10 +277,10 @@ class ReadTimeout(Exception):
 def test_what_was_fetched_is_read_without_a_network_and_a_slow_one_is_waited_for(
     model, hub, monkeypatch, error, from_cache
 ):
-    def dataset_info(self, name, timeout):
+    def model_info(self, name, timeout):
         raise error
 
-    monkeypatch.setattr("huggingface_hub.HfApi.dataset_info", dataset_info)
+    monkeypatch.setattr("huggingface_hub.HfApi.model_info", model_info)
     rows, asked = hub
     rows["EleutherAI/lambada_openai", "default"] = read("lambada_test.jsonl")
     assert evaluate_lambada(model).scores == evaluate_lambada(model, task_data=DATA).scores

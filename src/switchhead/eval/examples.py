@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from switchhead.data import Vocabulary
 from switchhead.data.files import read_lines
+from switchhead.data.hub import require_model
 from switchhead.errors import DataError
 from switchhead.eval.likelihood import Request, encode_request
 
@@ -184,14 +185,13 @@ def _why_unreachable(name: str) -> str | None:
 
     `datasets` would try again for half a minute before it looks into its cache.
     """
-    from huggingface_hub import HfApi
-
     try:
-        HfApi().dataset_info(name, timeout=10)
-    except Exception as error:
+        require_model(name)  # which asks once; that there is no model of this name is an answer too
+    except OSError as error:
+        cause = error.__cause__
         # Of httpx or httpx2, whichever the hub's library goes through.
-        if type(error).__name__ in ("ConnectError", "ConnectTimeout"):
-            return _first_line(error)
+        if isinstance(cause, Exception) and type(cause).__name__ in ("ConnectError", "ConnectTimeout"):
+            return _first_line(cause)
     return None
 
 
