@@ -66,6 +66,78 @@ def test_results_of_the_tasks_before_a_faulty_line_are_kept(capsys, run, tmp_pat
     assert "blimp.jsonl:1 is not JSON" in output.err
 
 
+@pytest.fixture(scope="module")
+def other(run):
+    """The directory of a dense run on the same text."""
+    directory = run.parent / "other"
+    command = ["train", "tiny-dense", "--data", f"text:{run.parent}/text.txt", "--out", str(directory)]
+    assert cli.main([*command, "--steps", "3", "--warmup-steps", "0", "--batch-size", "2", "--device", "cpu"]) == 0
+    return directory
+
+
+def test_several_models_are_compared_with_the_first(capsys, run, other, tmp_path):
+    tasks = ["--tasks", "perplexity,blimp", "--data", f"text:{run.parent}/text.txt", "--task-data", str(DATA)]
+    command = ["eval", str(run), str(other), *tasks, "--device", "cpu"]
+    capsys.readouterr()
+    assert cli.main([*command, "--json"]) == 0
+    first, second = json.loads(capsys.readouterr().out)["models"]
+    assert "differences" not in first
+    assert second["compared_with"] == {"model": str(run), "model_sha256": first["model_sha256"], "step": 3}
+    for before, after, difference in zip(first["results"], second["results"], second["differences"], strict=True):
+        assert before["task"] == after["task"] == difference["task"]
+        assert set(difference["scores"]) == set(after["scores"])
+        for name, score in difference["scores"].items():
+            assert score["value"] == after["scores"][name]["value"] - before["scores"][name]["value"]
+            assert score["standard_error"] >= 0
+    for report, directory in ((first, run), (second, other)):
+        file = Path(report.pop("file"))
+        assert file.parent == directory / "eval"
+        assert json.loads(file.read_text()) == report
+
+    out = tmp_path / "both.json"
+    assert cli.main([*command, "--out", str(out)]) == 0
+    assert json.loads(out.read_text()) == {"models": [first, second]}
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith(str(run))
+    assert lines[1].startswith(str(other))
+    loss = second["differences"][0]["scores"]["loss"]
+    (row,) = (line for line in lines if line.split()[:3] == ["perplexity", "loss", str(other)])
+    assert row.split()[5:7] == [f"{loss['value']:.4f}", f"{loss['standard_error']:.4f}"]
+    assert lines[-1] == f"written to {out}"
+
+
+def test_a_model_that_is_missing_is_known_before_any_is_scored(capsys, run, tmp_path):
+    missing = str(tmp_path / "missing")
+    assert cli.main(["eval", str(run), missing, "--data", f"text:{run.parent}/text.txt", "--device", "cpu"]) == 1
+    output = capsys.readouterr()
+    assert f"{missing} does not exist" in output.err
+    assert not output.out
+
+
+def test_an_interrupt_keeps_what_the_models_before_have_scored(capsys, run, other, monkeypatch):
+    from switchhead.eval import tasks
+
+    real, calls = tasks.TASKS["perplexity"], []
+
+    def interrupted(*arguments):
+        calls.append(arguments)
+        if len(calls) == 2:
+            raise KeyboardInterrupt
+        return real(*arguments)
+
+    monkeypatch.setitem(tasks.TASKS, "perplexity", interrupted)
+    command = ["eval", str(run), str(other), "--data", f"text:{run.parent}/text.txt", "--device", "cpu", "--json"]
+    assert cli.main(command) == 130
+    (report,) = json.loads(capsys.readouterr().out)["models"]
+    assert report["model"] == str(run)
+    assert Path(report["file"]).exists()
+
+
+def test_no_model_is_a_usage_error(capsys):
+    assert cli.main(["eval", "--tasks", "blimp"]) == 2
+    assert "no MODEL is named" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [

@@ -26,10 +26,13 @@ def test_exponentials_carry_the_error_to_first_order():
 
 
 def test_infinite_figures_are_null_in_json():
-    result = TaskResult(
-        task="t", version=1, data="d", data_sha256="0", examples=1, scores={"perplexity": Score(math.inf)}
-    )
-    assert result.as_json()["scores"]["perplexity"] == {"value": None, "standard_error": None}
+    scores = {"perplexity": Score(math.inf), "accuracy": mean([1.0, 1.0])}
+    result = TaskResult(task="t", version=1, data="d", data_sha256="0", examples=1, scores=scores)
+    assert result.as_json()["scores"] == {
+        "perplexity": {"value": None, "standard_error": None},
+        "accuracy": {"value": 1.0, "standard_error": 0.0},
+    }
+    assert json.loads(json.dumps(result.as_json())) == result.as_json()
 
 
 def test_results_are_kept_in_the_run_and_never_overwritten(tmp_path):

@@ -2,6 +2,7 @@
 
 from switchhead.eval.blimp import evaluate_blimp
 from switchhead.eval.cbt import evaluate_cbt
+from switchhead.eval.comparison import Comparison, compare
 from switchhead.eval.generation import generate
 from switchhead.eval.lambada import evaluate_lambada
 from switchhead.eval.language_model import LanguageModel, load_language_model
@@ -12,6 +13,7 @@ from switchhead.eval.tasks import TASKS, Settings, evaluate_tasks
 
 __all__ = [
     "TASKS",
+    "Comparison",
     "Evaluation",
     "LanguageModel",
     "Likelihood",
@@ -19,6 +21,7 @@ __all__ = [
     "Score",
     "Settings",
     "TaskResult",
+    "compare",
     "encode_request",
     "evaluate",
     "evaluate_blimp",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from switchhead.data.vocabulary import documents_of
 from switchhead.eval import reading
 from switchhead.eval.progress import tracked
 from switchhead.eval.reading import context_length, default_batch_tokens, evaluating, memory_length
+from switchhead.eval.results import standard_error
 
 IGNORED = -100  # target that cross_entropy leaves out
 
@@ -35,6 +36,8 @@ class Evaluation:
         characters: Unicode characters of the text; None where they were not counted.
         words: words and line ends of the text, as WikiText's word-level perplexity counts them; None where they were
             not counted.
+        ends: of the chunks in the order of the text: how many tokens are scored up to the end of each.
+        deviations: by how much each chunk moves the loss; see `switchhead.eval.results.standard_error`.
     """
 
     loss: float
@@ -43,6 +46,8 @@ class Evaluation:
     bytes: int
     characters: int | None = None
     words: int | None = None
+    ends: np.ndarray | None = field(default=None, compare=False, repr=False)
+    deviations: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     @property
     def perplexity(self) -> float:
@@ -146,17 +151,21 @@ def score_tokens(
             scored = _chunks_of_lanes(model, tokens, chunk_length, batch_size)
         else:
             scored = _windows(model, tokens, chunk_length, stride, batch_size)
-        chunks = list(tracked(scored, total=len(tokens) - 1, size=lambda part: int(part[1].sum()), unit="tokens"))
-    sums, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
-    sums, counts = sums[counts > 0], counts[counts > 0]
+        chunks = list(tracked(scored, total=len(tokens) - 1, size=lambda part: int(part[2].sum()), unit="tokens"))
+    starts, sums, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
+    starts, sums, counts = starts[counts > 0], sums[counts > 0], counts[counts > 0]
     n_scored = len(tokens) - 1
     assert counts.sum() == n_scored
     loss = sums.sum() / n_scored
+    in_order = np.argsort(starts)  # lanes are read side by side
+    deviations = ((sums - counts * loss) / n_scored)[in_order]
     return Evaluation(
         loss=float(loss),
-        standard_error=_standard_error(sums - counts * loss, n_scored),
+        standard_error=standard_error([deviations]),
         tokens=n_scored,
         bytes=vocabulary.count_bytes(tokens[:]),
+        ends=counts[in_order].cumsum(),
+        deviations=deviations,
     )
 
 
@@ -173,8 +182,8 @@ def _check(model: PreTrainedModel, tokens: TokenArray, *, chunk_length: int, str
         raise ValueError(f"{len(tokens)} tokens: nothing to score, every token but the first is")
 
 
-# Both yield, batch by batch, the summed losses of chunks, in nats, and their numbers of scored tokens.
-_Sums = Iterator[tuple[np.ndarray, np.ndarray]]
+# Both yield, batch by batch, where chunks start, their summed losses in nats, and their numbers of scored tokens.
+_Sums = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
 
 
 def _chunks_of_lanes(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, batch_size: int) -> _Sums:
@@ -189,7 +198,7 @@ def _chunks_of_lanes(model: PreTrainedModel, tokens: TokenArray, chunk_length: i
         inputs, targets = _pieces(tokens, starts, ends, length)
         output = model(input_ids=inputs.to(model.device), memory=memory)
         memory = output.memory
-        yield _sums(output.logits, targets)
+        yield starts, *_sums(output.logits, targets)
 
 
 def _windows(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, stride: int, batch_size: int) -> _Sums:
@@ -200,7 +209,7 @@ def _windows(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, stri
         length = min(chunk_length, n_scored - starts[0])
         inputs, targets = _pieces(tokens, starts, np.full_like(starts, n_scored), length)
         targets[(starts > 0).nonzero()[0], : chunk_length - stride] = IGNORED  # the window before has scored them
-        yield _sums(model(input_ids=inputs.to(model.device)).logits, targets)
+        yield starts, *_sums(model(input_ids=inputs.to(model.device)).logits, targets)
 
 
 def _pieces(tokens: TokenArray, starts: np.ndarray, ends: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
@@ -221,12 +230,6 @@ def _sums(logits: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
     sums, counts = losses.view_as(targets).double().sum(dim=1), (targets != IGNORED).sum(dim=1)
     return sums.cpu().numpy(), counts.cpu().numpy()
-
-
-def _standard_error(residuals: np.ndarray, n_scored: int) -> float | None:
-    """Of a ratio of sums over chunks (Cochran, Sampling Techniques, eq. 6.11, without the finite correction)."""
-    n = len(residuals)
-    return None if n < 2 else float(math.sqrt(n / (n - 1) * np.square(residuals).sum()) / n_scored)
 
 
 def _exp(nats: float) -> float:

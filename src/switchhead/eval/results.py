@@ -5,20 +5,30 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field, fields
 from itertools import count
 from pathlib import Path
 from typing import Any
+
+import numpy as np
 
 from switchhead.errors import RunError
 
 
 @dataclass(frozen=True)
 class Score:
-    """A figure and its standard error; None where it cannot be estimated."""
+    """A figure and its standard error.
+
+    Attributes:
+        value: the figure.
+        standard_error: None where it cannot be estimated.
+        deviations: by how much each item moves the figure, in the order of the items; an array for each group of items
+            that has a mean of its own (a paradigm, a kind). See `standard_error`; () where nothing is known.
+    """
 
     value: float
     standard_error: float | None = None
+    deviations: tuple[np.ndarray, ...] = field(default=(), compare=False, repr=False)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -35,6 +45,7 @@ class TaskResult:
         scores: figures by name.
         details: further figures, by group and name.
         settings: what else decides the figures.
+        ends: for perplexity, whose items are chunks of the text: how many tokens are scored up to the end of each.
     """
 
     task: str
@@ -46,19 +57,31 @@ class TaskResult:
     scores: Mapping[str, Score]
     details: Mapping[str, Mapping[str, Score]] = field(default_factory=dict)
     settings: Mapping[str, Any] = field(default_factory=dict)
+    ends: np.ndarray | None = field(default=None, compare=False, repr=False)
 
     def as_json(self) -> dict[str, Any]:
-        """For programs; infinite figures, which JSON does not know, become null."""
-        return _finite(asdict(self))
+        """For programs, without what is known of single items; infinite figures, which JSON does not know, are null."""
+        return {f.name: plain(getattr(self, f.name)) for f in fields(self) if f.name != "ends"}
+
+
+def standard_error(deviations: Sequence[np.ndarray]) -> float | None:
+    """Of a figure that independent items move, those of a group from their own mean; None for a group of one.
+
+    For the mean of n values they are (value - mean) / n, for a ratio of sums (sum - count * ratio) / total count
+    (Cochran, Sampling Techniques, eq. 6.11, without the finite correction), for the difference of two figures over the
+    same items the differences.
+    """
+    if not deviations or min(map(len, deviations)) < 2:
+        return None
+    return math.sqrt(math.fsum(len(group) / (len(group) - 1) * math.fsum(group**2) for group in deviations))
 
 
 def mean(values: Iterable[float]) -> Score:
     """The mean of independent values, at least one."""
     values = list(values)
     n, average = len(values), math.fsum(values) / len(values)
-    if n < 2:
-        return Score(average)
-    return Score(average, math.sqrt(math.fsum((v - average) ** 2 for v in values) / (n - 1) / n))
+    deviations = (np.array([(value - average) / n for value in values]),)
+    return Score(average, standard_error(deviations), deviations)
 
 
 def macro_average(scores: Sequence[Score]) -> Score:
@@ -66,7 +89,14 @@ def macro_average(scores: Sequence[Score]) -> Score:
     errors = [score.standard_error for score in scores]
     known = [error for error in errors if error is not None]
     error = math.sqrt(math.fsum(e * e for e in known)) / len(scores) if len(known) == len(errors) else None
-    return Score(math.fsum(score.value for score in scores) / len(scores), error)
+    groups = [group / len(scores) for score in scores for group in score.deviations]
+    deviations = tuple(groups) if all(score.deviations for score in scores) else ()
+    return Score(math.fsum(score.value for score in scores) / len(scores), error, deviations)
+
+
+def scaled(score: Score, factor: float) -> Score:
+    """A figure in another unit."""
+    return _moved(score, score.value * factor, factor)
 
 
 def exponential(score: Score) -> Score:
@@ -74,7 +104,12 @@ def exponential(score: Score) -> Score:
     if score.value > 700:  # where a float ends
         return Score(math.inf)
     value = math.exp(score.value)
-    return Score(value, None if score.standard_error is None else value * score.standard_error)
+    return _moved(score, value, value)
+
+
+def _moved(score: Score, value: float, slope: float) -> Score:
+    error = None if score.standard_error is None else slope * score.standard_error
+    return Score(value, error, tuple(slope * group for group in score.deviations))
 
 
 def check_out(out: Path | None) -> None:
@@ -117,7 +152,10 @@ def _names(directory: Path, content: Mapping[str, Any]) -> Iterator[Path]:
     yield from (directory / f"step-{content['step']}-{tasks}-{number}.json" for number in count(2))
 
 
-def _finite(value: Any) -> Any:
-    if isinstance(value, dict):
-        return {key: _finite(content) for key, content in value.items()}
+def plain(value: Any) -> Any:
+    """What JSON can say of scores, by name or alone, and of settings."""
+    if isinstance(value, Score):
+        return {"value": plain(value.value), "standard_error": plain(value.standard_error)}
+    if isinstance(value, Mapping):
+        return {key: plain(content) for key, content in value.items()}
     return None if isinstance(value, float) and not math.isfinite(value) else value

@@ -19,7 +19,7 @@ from switchhead.eval.examples import available
 from switchhead.eval.lambada import OPENAI, STANDARD, evaluate_lambada, forms
 from switchhead.eval.language_model import LanguageModel
 from switchhead.eval.perplexity import Evaluation, count_lanes, default_batch_size, score_text
-from switchhead.eval.results import Score, TaskResult, exponential
+from switchhead.eval.results import Score, TaskResult, exponential, scaled
 
 PERPLEXITY_VERSION = 1
 _READ = {"perplexity": ("data", "stride")}  # settings that not every task reads; the others read task_data and limit
@@ -114,16 +114,19 @@ def _perplexity(language_model: LanguageModel, settings: Settings) -> Iterator[T
         examples=score.tokens,
         scores=_scores(score),
         settings={**reading.settings(model, chunk_length), **ways, "bytes": score.bytes, "words": score.words},
+        ends=score.ends,
     )
 
 
 def _scores(score: Evaluation) -> dict[str, Score]:
+    assert score.deviations is not None
+    loss = Score(score.loss, score.standard_error, (score.deviations,))
+
     def per(count: int, unit: float = 1.0) -> Score:
         """The whole text's loss over another count than that of tokens, in another unit than nats."""
-        ratio = score.tokens / count / unit
-        return Score(score.loss * ratio, None if score.standard_error is None else score.standard_error * ratio)
+        return scaled(loss, score.tokens / count / unit)
 
-    scores = {"loss": per(score.tokens), "perplexity": exponential(per(score.tokens))}
+    scores = {"loss": loss, "perplexity": exponential(loss)}
     if score.words:
         scores["word_perplexity"] = exponential(per(score.words))
     if score.bytes:
