@@ -29,7 +29,9 @@ def test_going_on_drops_what_lies_beyond_the_checkpoint_and_a_line_cut_short(pat
     ]  # fmt: skip
 
 
-@pytest.mark.parametrize("end", ["\0" * 40, "\0" * 40 + "\n", '{"step": 4, "loss"\n\xff\n'])
+@pytest.mark.parametrize(
+    "end", ["\0" * 40, "\0" * 40 + "\n", '{"step": 4, "loss"\n\xff\n', "12\n", "null\n", '"step"\n', '{"ste": 4}\n']
+)
 def test_what_a_machine_without_power_left_at_the_end_is_dropped(paths, caplog, end):
     with MetricsLog(*paths, step=0) as log:
         for step in range(1, 4):

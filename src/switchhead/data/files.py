@@ -1,4 +1,4 @@
-"""Files of text, compressed or not."""
+"""Files of text, compressed or not; and how a file comes to the disk."""
 
 from __future__ import annotations
 
@@ -6,8 +6,10 @@ import glob
 import gzip
 import io
 import lzma
+import os
 import zlib
 from collections.abc import Iterator
+from pathlib import Path
 from typing import BinaryIO, cast
 
 from switchhead.errors import DataError
@@ -39,6 +41,15 @@ def read_lines(path: str) -> Iterator[bytes]:
         raise DataError(f"{path!r} is damaged or cut off ({error}): fetch it again") from error
     except OSError as error:
         raise DataError(f"cannot read {path!r}: {error.strerror or error}") from error
+
+
+def flush_to_disk(path: Path) -> None:
+    """Have the operating system put a file, or a directory's entries, on the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
 
 
 def _open(path: str) -> BinaryIO:

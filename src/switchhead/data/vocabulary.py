@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import numpy as np
 from jaxtyping import UInt16, UInt32
 
+from switchhead.data.files import flush_to_disk
 from switchhead.errors import DataError, RunError
 
 Tokens = UInt16[np.ndarray, " tokens"] | UInt32[np.ndarray, " tokens"]
@@ -209,9 +210,12 @@ def fingerprint_of(content: Mapping[str, Any]) -> str:
 def write_vocabulary(directory: Path, content: Mapping[str, Any]) -> None:
     """Write `vocabulary.json`, whole or not at all, into a directory that is made if it is missing.
 
-    It comes after any other file of a vocabulary: where it is, all of them are.
+    It comes after any other file of a vocabulary, and when they are on the disk: where it is, all of them are.
     """
     directory.mkdir(exist_ok=True)
     temporary = directory / f"{FILE_NAME}.tmp"
     temporary.write_text(json.dumps(content) + "\n", encoding="utf-8")
+    for path in directory.iterdir():
+        flush_to_disk(path)
     temporary.rename(directory / FILE_NAME)
+    flush_to_disk(directory)

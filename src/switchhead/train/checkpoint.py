@@ -18,6 +18,7 @@ from safetensors import SafetensorError
 from safetensors.torch import save_file
 from torch import Tensor
 
+from switchhead.data.files import flush_to_disk
 from switchhead.errors import CheckpointError
 from switchhead.runs import CHECKPOINT_FORMAT, checkpoint_steps, digest_of
 
@@ -84,12 +85,3 @@ def _remove(path: Path) -> None:
     doomed = path.with_name(f"{path.name}-old{TEMPORARY}")
     os.replace(path, doomed)
     shutil.rmtree(doomed)
-
-
-def flush_to_disk(path: Path) -> None:
-    """Have the operating system put a file, or a directory's entries, on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

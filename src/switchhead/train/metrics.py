@@ -14,8 +14,8 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any
 
+from switchhead.data.files import flush_to_disk
 from switchhead.errors import RunError
-from switchhead.train.checkpoint import flush_to_disk
 from switchhead.train.trackers import Tracker
 
 logger = logging.getLogger(__name__)
@@ -110,9 +110,12 @@ def read_metrics(path: Path) -> list[dict[str, Any]]:
         for number, line in enumerate(file, start=1):
             if not line.endswith("\n"):
                 break
-            try:
-                lines.append(json.loads(line))
-            except ValueError:
+            values = None
+            with contextlib.suppress(ValueError):
+                values = json.loads(line)
+            if isinstance(values, dict) and "step" in values:
+                lines.append(values)
+            else:
                 broken.append(number)
     if broken and broken[0] <= len(lines):  # not only at the end, where a machine that lost its power leaves anything
         logger.warning("%s: lines that cannot be read are left out: %s", path, ", ".join(map(str, broken)))
