@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from switchhead.data import ByteVocabulary
+from switchhead.data.vocabulary import write_vocabulary
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import load_run
@@ -56,7 +57,9 @@ EVERY_MOMENT = [
     kill("torch.optim:AdamW.step", 4, "after"),
     kill("switchhead.train.metrics:MetricsLog.append", 3, "after"),
     kill("switchhead.train.metrics:json.dumps", 4, "after"),
-    *(kill("os:fsync", number) for number in range(1, 18)),  # the configuration, two checkpoints of three or four files
+    *(
+        kill("os:fsync", number) for number in range(1, 20)
+    ),  # configuration, vocabulary, two checkpoints of three or four files
     *(kill(SAVE, number, "after") for number in range(1, 5)),
     *(kill("os:replace", number, when) for number in (4, 5, 6) for when in ("before", "after")),
     kill("shutil:rmtree", 1),
@@ -107,32 +110,38 @@ def test_a_run_killed_at_twenty_random_moments_arrives(zygote, uninterrupted, tm
     assert losses(run) == expected
 
 
-def test_sigterm_finishes_the_step_saves_and_leaves_with_success(zygote, uninterrupted, tmp_path):
+@pytest.mark.parametrize("what", ["SIGTERM", "SIGTERM twice", "SIGTERM and SIGHUP"])
+def test_sigterm_finishes_the_step_saves_and_leaves_with_success(zygote, uninterrupted, tmp_path, what):
     kind, expected = uninterrupted
-    fault = {"call": "torch.optim:AdamW.step", "number": 5, "when": "before", "what": "SIGTERM"}
+    fault = {"call": "torch.optim:AdamW.step", "number": 5, "when": "before", "what": what}
     assert zygote.train(tmp_path, kind=kind, fault=fault) == {"status": 0, "step": 5, "finished": False}
     assert steps_saved(tmp_path) == [4, 5]
     assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
     assert losses(tmp_path) == expected
 
 
-def test_the_first_signal_says_that_a_second_one_stops_at_once(capfd):
+def test_ctrl_c_says_that_a_second_one_stops_at_once(capfd):
     with _StopSignal(show=True) as stop:
-        os.kill(os.getpid(), signal.SIGTERM)
-        while not stop.received:
-            time.sleep(0.01)
-        assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
-    assert capfd.readouterr().err == "\nfinishing this step, then saving; once more to stop at once\n"
+        signal.raise_signal(signal.SIGINT)
+        assert stop.received
+        assert capfd.readouterr().err == "\nfinishing this step, then saving; once more to stop at once\n"
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
 
 
-def test_a_terminal_that_is_closed_is_a_signal_to_stop_but_not_one_to_stop_at_once():
+@pytest.mark.parametrize("first", [signal.SIGTERM, signal.SIGHUP, signal.SIGINT])
+@pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGHUP])
+def test_only_ctrl_c_stops_at_once_when_it_follows_another_signal(capfd, first, second):
+    before = signal.getsignal(second)
     with _StopSignal(show=True) as stop:
-        for _ in range(2):
-            os.kill(os.getpid(), signal.SIGHUP)
-        while not stop.received:
-            time.sleep(0.01)
-        assert signal.getsignal(signal.SIGTERM) != signal.SIG_DFL
-    assert signal.getsignal(signal.SIGHUP) == signal.SIG_DFL
+        signal.raise_signal(first)
+        assert stop.received
+        said = capfd.readouterr().err
+        assert ("finishing this step, then saving\n" in said) == (first == signal.SIGTERM)
+        assert signal.getsignal(second) != before  # else the next line ends the tests
+        signal.raise_signal(second)
+        assert capfd.readouterr().err == ""
+    assert signal.getsignal(second) == before
 
 
 def test_a_signal_that_the_process_was_started_to_ignore_stays_ignored():
@@ -203,6 +212,45 @@ def test_a_directory_that_becomes_read_only_ends_the_run_with_one_error(zygote, 
     assert answer["error"].endswith("Read-only file system; the previous checkpoint step-2 is intact")
     assert zygote.train(tmp_path, kind=kind, resume=True)["finished"]
     assert losses(tmp_path) == expected
+
+
+@pytest.fixture
+def named(monkeypatch):
+    """Names that files and directories were given, each of which had to be on the disk by then."""
+    flushed, named = set(), []
+    fsync, rename, replace = os.fsync, os.rename, os.replace
+
+    def version(path):
+        status = os.stat(path)
+        return status.st_ino, status.st_mtime_ns
+
+    def note(descriptor):
+        flushed.add(version(descriptor))
+        fsync(descriptor)
+
+    def check(source, target, act):
+        if not str(target).endswith(".tmp"):  # else it is about to be removed
+            source = Path(source)
+            named.append(Path(target).name)
+            needed = source.parent.iterdir() if named[-1] == "vocabulary.json" else (source, *source.rglob("*"))
+            assert {version(path) for path in needed} <= flushed, named
+        act(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", lambda source, target: check(source, target, rename))
+    monkeypatch.setattr(os, "replace", lambda source, target: check(source, target, replace))
+    return named
+
+
+def test_what_gets_its_name_is_on_the_disk(settings, named):
+    assert train(**settings).finished
+    assert named == ["config.json", "vocabulary.json", "metrics.jsonl", "step-2", "step-4", "step-6"]
+
+
+def test_a_vocabulary_gets_its_name_when_its_other_files_are_on_the_disk(tmp_path, named):
+    (tmp_path / "tokenizer.json").write_text("{}")
+    write_vocabulary(tmp_path, {"format": 1})
+    assert named == ["vocabulary.json"]
 
 
 def test_a_read_only_directory_is_refused_before_training(settings, monkeypatch):

@@ -5,6 +5,7 @@ Reads one JSON object a line: `out`, `kind` (of the model), `resume`, and perhap
 - `faults`: each {"call": a callable's dotted name, "number": which of its calls, "when": "before" or "after", "what":
   see `FAULTS`, "rank": whose}; `fault`: a single one;
 - `of_rank`: orders by rank, which differ from the others';
+- `tracker`: see `train`;
 - `ranks_awaited`: how many they take themselves for;
 - `timeout`: seconds that a rank waits for a hanging one;
 - `kill_after`: seconds after which the child is killed;
@@ -51,6 +52,8 @@ MODELS = {
 FAULTS = {
     "SIGKILL": lambda: os.kill(os.getpid(), signal.SIGKILL),
     "SIGTERM": lambda: os.kill(os.getpid(), signal.SIGTERM),
+    "SIGTERM twice": lambda: [os.kill(os.getpid(), signal.SIGTERM) for _ in range(2)],
+    "SIGTERM and SIGHUP": lambda: [os.kill(os.getpid(), number) for number in (signal.SIGTERM, signal.SIGHUP)],
     "read-only": lambda: fail(errno.EROFS),
     "no data": lambda: fail_with(DataError("no text on this rank")),
     "no memory": lambda: fail_with(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB")),
@@ -100,6 +103,7 @@ def run(order):
         resume=order["resume"],
         device="cpu",
         parallel=order.get("parallel", "ddp"),
+        tracker=order.get("tracker"),
         progress=False,
     )
     return {"step": result.step, "finished": result.finished}

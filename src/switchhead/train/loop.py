@@ -321,9 +321,10 @@ def _validation_values(validation: Evaluation) -> dict[str, float]:
 
 
 class _StopSignal:
-    """Notes SIGTERM, Ctrl-C and the end of the terminal instead of dying of them; the second one kills as usual.
+    """Notes SIGTERM, Ctrl-C and the end of the terminal instead of dying of them; a second Ctrl-C stops as usual.
 
-    Signals that the process was started to ignore (`nohup`) stay ignored.
+    The others come twice without anybody's wish: from the shell and the terminal, or from torchrun and from whoever
+    signals all of a job's processes. Signals that the process was started to ignore (`nohup`) stay ignored.
 
     Args:
         show: say so on standard error.
@@ -343,17 +344,18 @@ class _StopSignal:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._restore()
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self.received = True
-        if number == signal.SIGHUP:  # shell and terminal send one each, and nobody reads any more
-            return
-        self._restore()
-        if self._show:  # past Python's buffer, which the signal may have interrupted
-            with contextlib.suppress(OSError):
-                os.write(2, b"\nfinishing this step, then saving; once more to stop at once\n")
-
-    def _restore(self) -> None:
         for number, handler in self._previous.items():
             signal.signal(number, handler)
+
+    def _note(self, number: int, frame: FrameType | None) -> None:
+        first, self.received = not self.received, True
+        if number == signal.SIGINT:
+            signal.signal(number, self._previous[number])
+            self._say("finishing this step, then saving; once more to stop at once")
+        elif number == signal.SIGTERM and first:  # of a terminal that is gone nobody reads
+            self._say("finishing this step, then saving")
+
+    def _say(self, line: str) -> None:
+        if self._show:  # past Python's buffer, which the signal may have interrupted
+            with contextlib.suppress(OSError):
+                os.write(2, f"\n{line}\n".encode())
