@@ -14,7 +14,9 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from switchhead.errors import RunError
 from switchhead.runs import choose_device, load_run
+from switchhead.train import train
 from switchhead.train.distributed import _COMPILER, World, fact_of, shard_dimension, with_fresh_keys
 from tests.helpers import relative_error
 
@@ -231,6 +233,55 @@ def test_text_that_some_rank_cannot_read_ends_all_and_is_told_once(zygote, tmp_p
     assert not (tmp_path / "run").exists()
 
 
+def test_text_too_short_for_the_settings_is_told_once(zygote, tmp_path):
+    first, second = zygote.train_on_ranks(tmp_path / "run", ranks=2, training={"chunk_length": 600})
+    assert first["error"].startswith(f"DataError: {zygote.data}: the training text has ")
+    assert second["error"] == FIRST_FAILED
+
+
+def test_a_rank_says_what_failed_though_the_others_are_gone(zygote, tmp_path):
+    faults = [on_rank_1("switchhead.train.loop:open_corpus", what) for what in ("no data", "SIGKILL")]
+    faults[0]["rank"] = 0
+    first, second = zygote.train_on_ranks(tmp_path / "run", ranks=2, faults=faults)
+    assert first["error"] == "DataError: no text on this rank"
+    assert second["status"] == -signal.SIGKILL
+
+
+def test_a_rank_says_what_failed_though_leaving_the_others_fails_too(zygote, tmp_path):
+    calls = {
+        "switchhead.train.loop:open_corpus": "no data",
+        "torch.distributed.distributed_c10d:_abort_process_group": "no memory",
+    }
+    faults = [on_rank_1(call, what) for call, what in calls.items()]
+    answers = zygote.train_on_ranks(tmp_path / "run", ranks=2, faults=faults)
+    assert [answer["error"] for answer in answers] == [SECOND_FAILED, "DataError: no text on this rank"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_service_that_one_rank_alone_is_asked_for_is_loaded_by_the_first_or_not_at_all(zygote, tmp_path, rank):
+    faults = [{**on_rank_1("switchhead.train.loop:load_service", "no data"), "rank": each} for each in (0, 1)]
+    order = {"ranks": 2, "training": SHORT, "faults": faults, "of_rank": {rank: {"tracker": "wandb"}}}
+    answers = zygote.train_on_ranks(tmp_path / "run", **order)
+    if rank == 0:
+        assert [answer["error"] for answer in answers] == ["DataError: no text on this rank", FIRST_FAILED]
+    else:
+        assert answers == [{"status": 0, "step": 3, "finished": True}] * 2
+
+
+@pytest.mark.parametrize("environment", [{}, {"RANK": "0", "WORLD_SIZE": "1"}])
+def test_a_process_group_of_the_caller_is_refused_and_left_alone(settings, monkeypatch, environment):
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        with pytest.raises(RunError, match=r"this process is in a process group already"):
+            train(**settings)
+        assert dist.is_initialized()
+        assert not settings["out"].exists()
+    finally:
+        dist.destroy_process_group()
+
+
 def test_a_loss_that_is_not_finite_is_told_once(zygote, tmp_path):
     first, second = zygote.train_on_ranks(tmp_path, ranks=2, training={"learning_rate": 1e30})
     assert re.match(r"TrainingError: the loss is (nan|inf) at step \d; .* --allow-changes", first["error"])
@@ -310,6 +361,20 @@ def test_a_rank_that_does_not_see_the_checkpoint_ends_all(zygote, tmp_path):
     first, second = zygote.train_on_ranks(run, resume=True, of_rank={1: {"out": str(elsewhere)}}, **order)
     assert first["error"] == SECOND_FAILED
     assert second["error"].startswith(f"CheckpointError: there is no checkpoint {elsewhere}/checkpoints/step-2")
+
+
+def test_ranks_that_find_other_files_under_the_checkpoint_s_name_are_told_so(zygote, tmp_path):
+    order = {"kind": "rotary", "fault": SIGTERM}
+    run, elsewhere = tmp_path / "run", tmp_path / "elsewhere"
+    zygote.train_on_ranks(run, ranks=2, **order)
+    zygote.train(elsewhere, **order)  # other dropout
+    first, second = zygote.train_on_ranks(
+        run, ranks=2, kind="rotary", resume=True, of_rank={1: {"out": str(elsewhere)}}
+    )
+    assert first["error"] == SECOND_FAILED
+    assert second["error"].startswith(
+        f"CheckpointError: on rank 1 {elsewhere}/checkpoints/step-2 is another checkpoint than on rank 0: "
+    )
 
 
 @pytest.mark.slow

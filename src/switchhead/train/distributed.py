@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import json
 import os
 import re
 import time
@@ -99,7 +100,7 @@ class World:
             patient: wait `PATIENCE` for the slowest, not `TIMEOUT`.
 
         Raises:
-            Exception: what the action raised, on the first rank where it failed.
+            Exception: what the action raised, on the first rank where it failed, or where others were lost meanwhile.
             RunError: on all other ranks.
         """
         result, failure = None, None
@@ -108,7 +109,12 @@ class World:
         except Exception as error:  # whatever it is: the others must not wait for this rank
             failure = error
         own = self.size if failure is None else self.rank
-        (failed,) = self._reduce([own], dist.ReduceOp.MIN, self.patient if patient else None)
+        try:
+            (failed,) = self._reduce([own], dist.ReduceOp.MIN, self.patient if patient else None)
+        except RuntimeError:  # others are gone
+            if failure is None:
+                raise
+            failed = self.rank  # what failed here says more
         if failure is not None and failed == self.rank:
             raise failure
         if failed < self.size:
@@ -128,16 +134,15 @@ class World:
         """
         return self.together(lambda: action() if self.is_first else None, patient=patient)
 
-    def from_first(self, text: str) -> str:
-        """The text that rank 0 has, on every rank."""
+    def from_first(self, value: Any) -> Any:
+        """The JSON value that rank 0 has, on every rank."""
         if self.size == 1:
-            return text
-        content = text.encode() if self.is_first else b""
+            return value
+        content = json.dumps(value).encode() if self.is_first else b""
         (length,) = self.sum([len(content)])
         sent = torch.tensor(list(content) or [0] * int(length), dtype=torch.uint8)
-        if len(sent):
-            dist.broadcast(sent, src=0)
-        return bytes(sent.tolist()).decode()
+        dist.broadcast(sent, src=0)
+        return json.loads(bytes(sent.tolist()))
 
     def gather(self, tensor: Tensor) -> list[Tensor]:
         """CPU tensors of one shape from all ranks, by rank."""
@@ -191,9 +196,15 @@ def join_world(device: torch.device) -> Iterator[World]:
     """The processes that `torchrun` started; a world of one without it.
 
     Raises:
-        RunError: the environment says less than `torchrun` does, or the others are not to be found.
+        RunError: the environment says less than `torchrun` does, the others are not to be found, or the caller has
+            set up a process group, which stays as it is.
         TrainingError: another process was lost.
     """
+    if dist.is_initialized():
+        raise RunError(
+            "this process is in a process group already: training sets up its own, so call "
+            "torch.distributed.destroy_process_group() first"
+        )
     if not dist.is_torchelastic_launched() and "WORLD_SIZE" not in os.environ:
         yield ALONE
         return
@@ -206,8 +217,8 @@ def join_world(device: torch.device) -> Iterator[World]:
     try:
         yield _meet(world, backend)
     except BaseException as error:
-        if dist.is_initialized():
-            # To destroy a group is to wait for NCCL's kernels; they may wait for ranks that are gone, or wait for this.
+        # To destroy a group is to wait for NCCL's kernels; they may wait for ranks that are gone, or wait for this.
+        with contextlib.suppress(Exception):  # there may be none yet; and what ended this one is to be told
             distributed_c10d._abort_process_group()  # pyright: ignore[reportPrivateUsage]
         if not isinstance(error, RuntimeError) or not _is_lost_connection(error):
             raise

@@ -20,7 +20,7 @@ from typing import Any
 from torch import Tensor
 
 from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
-from switchhead.errors import DataError, RunError, TrainingError
+from switchhead.errors import CheckpointError, DataError, RunError, TrainingError
 from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
@@ -79,7 +79,8 @@ def train(
     writes the run directory, which all must see. A run goes on with any number of processes.
 
     Resuming a killed run gives, on the CPU with the same number of threads, bit for bit the losses of one that was
-    never interrupted. SIGTERM, SIGHUP, or Ctrl-C once, finishes the step and saves a checkpoint before returning.
+    never interrupted. SIGTERM and SIGHUP, however often, or Ctrl-C once, finish the step and save a checkpoint before
+    returning.
 
     Args:
         model: its vocabulary size, token ids and context length are replaced by those of the text and `training`.
@@ -97,35 +98,36 @@ def train(
 
     Raises:
         DataError: the text cannot be read or is too short.
-        RunError: `out` holds something else or another process trains there, or `device` does not exist or has no CUDA
-            graphs.
+        RunError: `out` holds something else or another process trains there, `device` does not exist or has no CUDA
+            graphs, ranks do not agree, or the caller has set up a process group of `torch.distributed`.
         CheckpointError: no checkpoint in `out` can be used, or one cannot be saved; earlier ones survive.
         TrainingError: the loss is not finite, the GPU's memory does not suffice, or another process was lost.
     """
     place = choose_device(device)
     with join_world(place) as world, contextlib.ExitStack() as lock:
         place = world.place(place)
-        if tracker is not None:
-            world.first(functools.partial(load_service, tracker))
-        # One rank compares checksums, for all.
-        fraction = training.validation_fraction
-        corpus = world.together(
-            lambda: open_corpus(data, valid, validation_fraction=fraction, verify=world.is_first), patient=True
-        )
+
+        def read() -> tuple[Corpus, SwitchHeadConfig, Batches]:
+            if tracker is not None and world.is_first:
+                load_service(tracker)
+            # One rank compares checksums, for all.
+            corpus = open_corpus(data, valid, validation_fraction=training.validation_fraction, verify=world.is_first)
+            fitted = _fit(model, corpus.vocabulary, training)
+            try:
+                return corpus, fitted, _make_batches(fitted, training, corpus)
+            except DataError as error:
+                raise DataError(f"{data}: {error}") from error
+
+        corpus, fitted, batches = world.together(read, patient=True)
         vocabulary = corpus.vocabulary
-        model = _fit(model, vocabulary, training)
-        try:
-            batches = _make_batches(model, training, corpus)
-        except DataError as error:
-            raise DataError(f"{data}: {error}") from error
         described = describe_run(
             recipe=recipe,
-            model=model,
+            model=fitted,
             training=training,
             data={"training": data, "validation": valid, **corpus.description},
         )
         compare_ranks(world, described, parallel=parallel, device=place.type)
-        trainer = Trainer(model, training, batches, place, world, parallel)  # what cannot be built leaves no directory
+        trainer = Trainer(fitted, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
 
         def open_locked() -> RunDirectory:
@@ -162,10 +164,22 @@ def _open_as_other(path: Path, world: World) -> RunDirectory:
 def _newest_checkpoint(run: RunDirectory, world: World) -> Checkpoint | None:
     """The one that the first rank finds; it compares checksums, for all."""
     found = world.first(lambda: newest_checkpoint(run.checkpoints, run.fingerprint), patient=True)
-    if not (name := world.from_first(found.path.name if found else "")):
+    name, files = world.from_first((found.path.name, found.state["files"]) if found else (None, None))
+    if name is None:
         return None
-    path = run.checkpoints / name
-    return world.together(lambda: found or read_checkpoint(path, run.fingerprint, verify=False))
+
+    def read() -> Checkpoint:
+        if found:
+            return found
+        own = read_checkpoint(run.checkpoints / name, run.fingerprint, verify=False)
+        if own.state["files"] != files:
+            raise CheckpointError(
+                f"on rank {world.rank} {own.path} is another checkpoint than on rank 0: all ranks must see one run "
+                "directory"
+            )
+        return own
+
+    return world.together(read)
 
 
 class _Session:
@@ -208,8 +222,7 @@ class _Session:
                 display.step(step, measured.loss, self.tokens_per_step / statistics.median(self.seconds[-50:]))
                 stopping = self.world.any(stop.received)
                 if last or stopping or step % training.save_every == 0:
-                    self.world.together(log.flush)
-                    self._save()
+                    self._save(log)
                 if stopping:
                     break
         return TrainingResult(
@@ -255,19 +268,21 @@ class _Session:
                 batch_size=self.training.batch_size,
             )
 
-    def _save(self) -> None:
+    def _save(self, log: MetricsLog) -> None:
         tensors, state = self.trainer.tensors(), self.trainer.state()
-        self.world.first(
-            lambda: write_checkpoint(
+
+        def write() -> None:
+            log.flush()
+            write_checkpoint(
                 self.run.checkpoints,
                 self.trainer.step,
                 tensors=tensors,
                 state=state,
                 fingerprint=self.run.fingerprint,
                 keep=self.training.keep_checkpoints,
-            ),
-            patient=True,
-        )
+            )
+
+        self.world.first(write, patient=True)
 
     def _step_values(self, measured: StepMetrics) -> dict[str, Any]:
         tokens_per_second = self.tokens_per_step / measured.seconds

@@ -14,11 +14,12 @@ from pathlib import Path
 from typing import Any
 
 from switchhead.data import ByteVocabulary, TokenizerVocabulary, Vocabulary, load_vocabulary
+from switchhead.data.files import flush_to_disk
 from switchhead.data.vocabulary import FILE_NAME
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import FORMAT, RunDirectory, identity_of, open_run, package_versions
-from switchhead.train.checkpoint import TEMPORARY, flush_to_disk
+from switchhead.train.checkpoint import TEMPORARY
 from switchhead.train.config import TrainingConfig
 from switchhead.train.distributed import World
 
@@ -60,7 +61,7 @@ def compare_ranks(world: World, config: Mapping[str, Any], **more: Any) -> None:
         RunError: it is not so; names the first rank that differs from rank 0, and what differs.
     """
     own = {**identity_of(config), **more}
-    first = json.loads(world.from_first(json.dumps(own)))
+    first = world.from_first(own)
 
     def compare() -> None:
         if differences := list(_differences(first, own, of=("on rank 0", f"on rank {world.rank}"))):
