@@ -142,7 +142,7 @@ def test_gradients_of_routers_with_small_gates_are_as_accurate_as_plain_torchs(s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_results_and_gradients_repeat_bit_for_bit(dtype, device):
+def test_results_and_gradients_repeat_bit_for_bit(dtype, device, poisoned_allocations):
     case = CASES["rotated"] | {"tokens": 600}
     first, second = (run("triton", device, dtype=dtype, **case) for _ in range(2))
     for name, value in first.items():

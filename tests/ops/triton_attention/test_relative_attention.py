@@ -120,6 +120,16 @@ def test_backward_in_chunks_gives_the_same_gradients(fitting_tiles, n_chunks, ca
     assert_accurate(tensors, mask, torch.float32, causal=causal)
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_sequences_split_over_programs_give_the_same_gradients(causal, device, monkeypatch):
+    """As on a GPU, whose many multiprocessors few distances and heads would not fill."""
+    monkeypatch.setattr(operator, "_multiprocessors", lambda device: 64)
+    tensors, mask = inputs(batch=5, heads=2, key_heads=1, causal=causal, padding=True, biases=True, device=device)
+    tile = operator.launch_for(16, torch.float32).tile
+    assert operator.divide(*(x.float() for x in tensors[:2]), tile, causal=causal).splits == 5
+    assert_accurate(tensors, mask, torch.float32, causal=causal)
+
+
 def test_rows_with_nothing_to_attend_to_give_zeros_and_finite_gradients(device):
     tensors, mask = inputs(padding=True, biases=True, device=device)
     results = run(tensors, mask, torch.float32, backend="triton")

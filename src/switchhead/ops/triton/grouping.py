@@ -96,7 +96,8 @@ def group_rows(expert_indices: Tensor, rows: Rows, block: int, *, by_segment: bo
     counted = 512 if padded <= 32 else 256 if padded <= 128 else 1024
     blocks = triton.cdiv(per_segment, counted)
     keys = torch.empty(n_rows, dtype=torch.int32, device=device)
-    counts = torch.empty(rows.segments, blocks, rows.groups, dtype=torch.int32, device=device)
+    # [segments, blocks, groups], but flat: of a dimension of blocks compiled code would ask whether it is one.
+    counts = torch.empty(rows.segments * blocks * rows.groups, dtype=torch.int32, device=device)
     order = torch.empty(n_rows, dtype=torch.int32, device=device)
     offsets = torch.empty(rows.segments * rows.groups + 1, dtype=torch.int32, device=device)
     maps = rows.segments if by_segment else 1
@@ -112,7 +113,7 @@ def group_rows(expert_indices: Tensor, rows: Rows, block: int, *, by_segment: bo
         keys, counts, order, offsets, tiles, per_segment, blocks, bound,
         rows.segments, rows.inner, rows.parts, rows.k, rows.n_experts, rows.sets, rows.slots, rows.single, rows.pooled,
         rows.groups, padded, counted, min(counted, _ONE_HOT // padded), maps, block, even,
-        triton.next_power_of_2(rows.n_experts), padded_map, max(16, min(64, _ONE_HOT // padded_map)),
+        triton.next_power_of_2(rows.n_experts), padded_map, max(1, min(64, _ONE_HOT // padded_map)),
     )  # fmt: skip
     return Groups(rows, order, offsets, tiles)
 
@@ -190,7 +191,7 @@ def _place_kernel(
 ):  # fmt: skip
     """The first programs of a segment list the tiles of a group each, the others place a block of rows each.
 
-    All add up the counts for themselves, which is cheaper than a launch.
+    All add up the counts for themselves, which is cheaper than a launch while groups are few.
     """
     segment = tl.program_id(1)
     if tl.program_id(0) < GROUPS:
