@@ -8,7 +8,7 @@ import sys
 import pytest
 
 pytest.importorskip("triton")
-from tests.ops import count_compilations  # noqa: E402
+from tests.ops import count_compilations
 
 
 @pytest.mark.slow

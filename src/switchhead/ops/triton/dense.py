@@ -52,7 +52,7 @@ def spread_rows(
             is the gradient of the gate-weighted sum of `projected`.
         combined: that sum, `[N, H, d]`, where `projected` `[N, H, K - 1, d]` lacks the first slot, whose gate is the
             largest: what the sum has beyond the other slots, divided by this gate, is as precise as the row itself.
-        routed: asks for the gradients of all routers' scores, behind the experts' columns, and zeros behind them; beside
+        routed: asks for the gradients of all routers' scores, behind the experts' columns, and zeros behind them. With
             `projected` or `combined`, whose dot products are part of them.
 
     Returns:

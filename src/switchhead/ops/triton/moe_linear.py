@@ -19,6 +19,7 @@ from switchhead.ops.triton.tuning import (
     WEIGHT_GRAD_CHUNK,
     accumulate_tile,
     project_tile,
+    shared_memory,
     slot_width,
     weight_grad_tile,
 )
@@ -323,7 +324,7 @@ def _accumulate_rows(
     width = weight.shape[3] if narrow_in else weight.shape[2]
     depth = scaled.shape[1]
     rows, passes = p.accumulate_rows(per_head=per_head)
-    tile = accumulate_tile(dtype, rows.slots * depth)
+    tile = accumulate_tile(dtype, rows.slots * depth, shared_memory(scaled.device))
     prepared = prepare_weight(weight, dtype, narrow_in=narrow_in, blocks=(depth, tile.n))
     out = accumulate(
         scaled, prepared, group_rows(expert_indices, rows, tile.m, by_segment=passes),
