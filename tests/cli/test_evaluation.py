@@ -38,6 +38,7 @@ def test_all_tasks_are_printed_with_errors_and_kept_in_the_run(capsys, run):
     value = report["results"][3]["scores"]["accuracy"]["value"]
     assert any(line.startswith("blimp") and f"{value:.4f}" in line for line in lines)
     assert any("examples were cut on the left" in line for line in lines)
+    assert not any("another seed" in line for line in lines)  # that is said of differences
     assert lines[-1].startswith("written to ")
     assert lines[-1] != f"written to {file}"
 
@@ -103,6 +104,7 @@ def test_several_models_are_compared_with_the_first(capsys, run, other, tmp_path
     loss = second["differences"][0]["scores"]["loss"]
     (row,) = (line for line in lines if line.split()[:3] == ["perplexity", "loss", str(other)])
     assert row.split()[5:7] == [f"{loss['value']:.4f}", f"{loss['standard_error']:.4f}"]
+    assert sum("not of training: another seed may move a score" in line for line in lines) == 1
     assert lines[-1] == f"written to {out}"
 
 

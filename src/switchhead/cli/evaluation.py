@@ -24,6 +24,10 @@ Models = Annotated[
     ),
 ]
 
+OF_THE_ITEMS = (
+    "std. errors are those of the text (its items), not of training: another seed may move a score by more than that"
+)
+
 
 def evaluate(
     models: Models,
@@ -155,6 +159,8 @@ def _text(scored: Sequence[_Scored]) -> str:
     lines = [_name(one.model) for one in scored]
     numbers = range(2 if len(scored) == 1 else 3, len(rows[0]))
     lines.append(table(rows[0], rows[1:], right_aligned=numbers))
+    if any(one.comparisons for one in scored):
+        lines.append(OF_THE_ITEMS)
     for one in scored:
         of = f"{one.model.name}, " if len(scored) > 1 else ""
         lines += [
