@@ -79,3 +79,19 @@ def test_sizes_and_checksums_are_compared(tmp_path):
     path.write_bytes(content[:-1])
     with pytest.raises(DataError, match=r"a.safetensors has \d+ bytes instead of \d+"):
         check_file(path, described["size"], None)
+
+
+class Watched(np.ndarray):
+    """Notes when a part is taken of it."""
+
+    def __getitem__(self, index):
+        self.taken = True
+        return super().__getitem__(index)
+
+
+def test_a_slice_asks_only_the_files_that_have_some_of_it():
+    arrays = [np.arange(5 * i, 5 * i + 5, dtype=np.uint16).view(Watched) for i in range(20)]
+    tokens = ShardedTokens(arrays, np.dtype(np.uint16))
+    assert tokens[33:41].tolist() == list(range(33, 41))
+    assert [i for i, array in enumerate(arrays) if getattr(array, "taken", False)] == [6, 7, 8]
+    assert tokens[100:100].tolist() == tokens[7:3].tolist() == []

@@ -77,8 +77,7 @@ class ShardedTokens:
             ValueError: a slice with a step.
         """
         if isinstance(index, slice):
-            part = self.part(index)
-            return np.concatenate([np.empty(0, dtype=self.dtype), *part._arrays])
+            return np.concatenate([np.empty(0, dtype=self.dtype), *self._pieces(index)])
         positions = np.asarray(index)
         flat = positions.ravel()
         if len(flat) and not (flat.min() >= 0 and flat.max() < len(self)):
@@ -97,11 +96,16 @@ class ShardedTokens:
 
     def part(self, where: slice) -> ShardedTokens:
         """The tokens of a slice, still in their files."""
+        return ShardedTokens(self._pieces(where), self.dtype)
+
+    def _pieces(self, where: slice) -> list[np.ndarray]:
+        """What a slice has of each file. Others are not looked at: a batch asks for many slices, of many files."""
         start, stop, step = where.indices(len(self))
         if step != 1:
             raise ValueError(f"a slice of tokens has step {step}; only 1 is possible")
-        pairs = zip(self._arrays, self._starts.tolist(), strict=False)
-        return ShardedTokens([array[max(start - at, 0) : max(stop - at, 0)] for array, at in pairs], self.dtype)
+        first, last = np.searchsorted(self._starts, start, side="right") - 1, np.searchsorted(self._starts, stop)
+        pairs = zip(self._arrays[first:last], self._starts[first:last].tolist(), strict=False)
+        return [array[max(start - at, 0) : stop - at] for array, at in pairs]
 
 
 def write_shard(path: Path, tokens: Tokens, documents: np.ndarray) -> dict[str, Any]:
