@@ -43,6 +43,17 @@ def test_all_tasks_are_printed_with_errors_and_kept_in_the_run(capsys, run):
     assert lines[-1] != f"written to {file}"
 
 
+def test_each_row_says_of_how_many_examples_it_is(capsys, run):
+    command = ["eval", str(run), "--tasks", "blimp,cbt", "--task-data", str(DATA), "--limit", "2", "--device", "cpu"]
+    assert cli.main(command) == 0
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith(("blimp ", "cbt "))]
+    examples = {line.split("  ")[1].strip(): int(line.split()[-1]) for line in lines if line.startswith("blimp")}
+    assert examples["accuracy"] == 12  # six paradigms
+    assert (examples["accuracy, field morphology"], examples["accuracy, field semantics"]) == (6, 2)
+    assert examples["accuracy, term island effects"] == examples["accuracy, paradigm island wh"] == 2
+    assert [int(line.split()[-1]) for line in lines if line.startswith("cbt")] == [4, 2, 2]
+
+
 def test_results_go_where_they_are_asked_to_go_once(capsys, run, tmp_path):
     out = tmp_path / "blimp.json"
     command = ["eval", str(run), "--tasks", "blimp", "--task-data", str(DATA), "--out", str(out), "--device", "cpu"]

@@ -187,16 +187,28 @@ def _rows(scored: Sequence[_Scored]) -> Iterator[list[str]]:
                 result = one.results[number]
                 difference = _figures(one.comparisons[number]).get(name) if one.comparisons else None
                 cells = [*_cells(_figures(result)[name]), *_cells(difference)]
-                yield [result.task, name, one.model.name, *cells, f"{result.examples:,}"]
+                yield [result.task, name, one.model.name, *cells, f"{_examples(result, name):,}"]
 
 
 def _figures(result: TaskResult | Comparison) -> Mapping[str, Score]:
     """Those that are shown, by what they are called."""
-    figures = dict(result.scores)
-    for group, scores in result.details.items():
-        if len(scores) <= 20:  # the 67 paradigms of BLiMP are in the JSON
-            figures |= {f"accuracy, {group} {name}": score for name, score in scores.items()}
-    return {name.replace("_", " "): score for name, score in figures.items()}
+    return {name.replace("_", " "): score for name, score in result.scores.items()} | _details(result)
+
+
+def _details(result: TaskResult | Comparison) -> dict[str, Score]:
+    """Those of them that are of a part of the examples."""
+    return {
+        f"accuracy, {group} {name}".replace("_", " "): score
+        for group, scores in result.details.items()
+        if len(scores) <= 20  # the 67 paradigms of BLiMP are in the JSON
+        for name, score in scores.items()
+    }
+
+
+def _examples(result: TaskResult, name: str) -> int:
+    """How many a figure is of, by what it is called."""
+    part = _details(result).get(name)
+    return result.examples if part is None else sum(map(len, part.deviations))
 
 
 def _cells(score: Score | None) -> list[str]:
