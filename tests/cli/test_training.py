@@ -27,6 +27,13 @@ def test_a_changed_setting_is_named_on_resume_and_taken_when_asked_for(command, 
     assert json.loads(capsys.readouterr().out)["step"] == 4
 
 
+def test_resuming_a_finished_run_says_that_it_was_finished_already(command, capsys, tmp_path):
+    assert cli.main(command) == 0
+    assert "finished already" not in capsys.readouterr().out
+    assert cli.main([*command, "--resume"]) == 0
+    assert capsys.readouterr().out == f"{tmp_path}/run: was finished already, at step 2 of 2; nothing was done\n"
+
+
 def test_settings_of_memory_and_precision_reach_the_run(command, tmp_path):
     settings = ["--micro-batch-size", "1", "--loss-chunk-length", "5", "--dtype", "bfloat16", "--mask-documents", "on"]
     assert cli.main([*command, *settings, "--skip-nonfinite", "3", "--usage-every", "1"]) == 0

@@ -138,6 +138,9 @@ def train(
             }
         )
         return
+    if result.finished and result.tokens_per_second is None:  # no step was left
+        print(f"{result.run}: was finished already, at step {result.step} of {training.steps}; nothing was done")
+        return
     print(f"{result.run}: step {result.step} of {training.steps}")
     if validation is not None:
         print(score_lines(validation))
