@@ -27,9 +27,11 @@ def test_a_changed_setting_is_named_on_resume_and_taken_when_asked_for(command, 
     assert json.loads(capsys.readouterr().out)["step"] == 4
 
 
-def test_resuming_a_finished_run_says_that_it_was_finished_already(command, capsys, tmp_path):
+def test_a_run_ends_with_the_validation_texts_scores_and_says_on_resume_that_it_was_finished(command, capsys, tmp_path):
     assert cli.main(command) == 0
-    assert "finished already" not in capsys.readouterr().out
+    first, last = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path}/run: step 2 of 2"
+    assert last.startswith("validation text: perplexity ")
     assert cli.main([*command, "--resume"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/run: was finished already, at step 2 of 2; nothing was done\n"
 

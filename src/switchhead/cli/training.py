@@ -143,6 +143,6 @@ def train(
         return
     print(f"{result.run}: step {result.step} of {training.steps}")
     if validation is not None:
-        print(score_lines(validation))
+        print(f"validation text: {score_lines(validation)}")
     if not result.finished:
         print("stopped early; the same command with --resume goes on from here")
