@@ -50,20 +50,23 @@ def bench_step(recipe: str) -> list[str]:
 
 
 STEPS = (
-    Step("replayed steps", 150, [pytest("-n", "8", "-m", "gpu", "tests/train/test_graphs.py")]),
+    Step("tests of operators", 200, [pytest("-n", "15", "tests/ops", "tests/nn/test_gpu.py")]),
+    Step("training step 45M", 150, [bench_step("c4-45m-switchhead-rope-aligned")]),
+    Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
+    Step("training step 262M", 200, [bench_step("c4-262m-switchhead-aligned")]),
+    Step("replayed steps", 200, [pytest("-n", "8", "-m", "gpu", "tests/train/test_graphs.py")]),
+    Step("host", 60, [python("benchmarks/host.py")]),
     Step("layer 1.3b", 180, [bench_layer("1.3b")]),
     Step("layer 262m-h2", 120, [bench_layer("262m-h2")]),
     Step("memory", 120, [python("benchmarks/memory.py")]),
-    Step("training step", 150, [bench_step("c4-262m-switchhead")]),
-    Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
     Step("layers with relative positions", 150, [bench_layer("262m", "47m", positions="relative")]),
     Step("relative attention", 60, [python("benchmarks/attention/relative.py")]),
-    Step("tests of operators", 200, [pytest("-n", "15", "tests/ops")]),
     Step("kernels' errors", 240, [python("benchmarks/kernels/check.py", str(part), "6") for part in range(6)]),
     Step(
         "other tests on a GPU", 240, [pytest("-n", "4", "-m", "gpu", "tests", "--ignore", "tests/train/test_graphs.py")]
     ),
     Step("packed documents", 60, [python("benchmarks/attention/packed.py")]),
+    Step("widths of heads", 30, [python("benchmarks/attention/widths.py")]),
 )
 
 
