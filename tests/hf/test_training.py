@@ -7,7 +7,7 @@ from transformers.utils.generic import find_labels
 
 from switchhead.hf import SwitchHeadForCausalLM
 from switchhead.hf.router_logits import RouterLogits
-from switchhead.nn import Router
+from switchhead.nn import Router, feed_forward
 from switchhead.ops import document_boundaries
 from tests.helpers import relative_error
 from tests.hf.models import KINDS, SIGMA_MOE, VARIANTS, lively_model, random_tokens, small_config, variant_config
@@ -106,7 +106,7 @@ def test_outputs_may_be_a_tuple():
     assert torch.equal(logits, model(tokens).logits)
 
 
-def test_dropout_stands_where_the_paper_has_it():
+def test_dropout_stands_where_the_paper_has_it(monkeypatch):
     model = lively_model(small_config(dropout=0.3)).train()
     places = {name for name, module in model.named_modules() if isinstance(module, nn.Dropout) and module.p == 0.3}
     layers = {f"model.layers.{i}.{part}" for i in range(2) for part in ("dropout", "feed_forward.dropout")}
@@ -114,13 +114,18 @@ def test_dropout_stands_where_the_paper_has_it():
     calls: list[str] = []
     for name in sorted(places):
         model.get_submodule(name).register_forward_hook(lambda *_, name=name: calls.append(name))
+    relu_dropout = feed_forward.relu_dropout
+
+    def noted(x, bias, p):  # in place of a call of `feed_forward.dropout`
+        calls.append(f"ReLU and dropout of {p}")
+        return relu_dropout(x, bias, p)
+
+    monkeypatch.setattr(feed_forward, "relu_dropout", noted)
     model(random_tokens(1, 4))
-    layer = ["dropout", "feed_forward.dropout", "dropout"]  # after attention, inside the feed-forward, and after it
-    assert calls == [
-        "model.embedding_dropout",
-        *(f"model.layers.{i}.{part}" for i in range(2) for part in layer),
-        "output_dropout",
-    ]
+    assert calls[0] == "model.embedding_dropout"
+    assert calls[-1] == "output_dropout"
+    after = [f"model.layers.{i}.dropout" for i in range(2)]  # after attention, inside the feed-forward, and after it
+    assert calls[1:-1] == [name for each in after for name in (each, "ReLU and dropout of 0.3", each)]
 
 
 @pytest.mark.parametrize(("attention", "positions"), KINDS)
