@@ -321,7 +321,7 @@ def test_a_file_system_without_locks_is_told_and_trained_on(settings, monkeypatc
     monkeypatch.setattr("fcntl.flock", refuse)
     assert train(**settings).finished
     assert caplog.messages == [
-        f"{settings['out']} cannot be locked (Function not implemented): see that no other process trains there"
+        f"{settings['out']} cannot be locked (Function not implemented): see that no other process writes there"
     ]
 
 

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import fcntl
 import glob
 import gzip
 import io
+import logging
 import lzma
 import os
 import zlib
@@ -13,6 +15,8 @@ from pathlib import Path
 from typing import BinaryIO, cast
 
 from switchhead.errors import DataError
+
+logger = logging.getLogger(__name__)
 
 
 def matching_files(pattern: str) -> list[str]:
@@ -41,6 +45,27 @@ def read_lines(path: str) -> Iterator[bytes]:
         raise DataError(f"{path!r} is damaged or cut off ({error}): fetch it again") from error
     except OSError as error:
         raise DataError(f"cannot read {path!r}: {error.strerror or error}") from error
+
+
+def lock_directory(path: Path) -> int:
+    """Make a directory and keep other processes of this host from locking it, until the descriptor is closed.
+
+    Whoever dies lets go of it. (Locks that hold between hosts would outlive a host that does not come back.)
+
+    Raises:
+        BlockingIOError: another process has it.
+        OSError: it cannot be made.
+    """
+    path.mkdir(parents=True, exist_ok=True)
+    directory = os.open(path, os.O_RDONLY)
+    try:
+        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(directory)
+        raise
+    except OSError as error:  # some file systems of clusters have no locks
+        logger.warning("%s cannot be locked (%s): see that no other process writes there", path, error.strerror)
+    return directory
 
 
 def flush_to_disk(path: Path) -> None:

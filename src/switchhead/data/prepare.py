@@ -7,7 +7,6 @@ the work was interrupted: documents keep their order, and shards end at places t
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import hashlib
 import os
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -20,6 +19,7 @@ import numpy as np
 from switchhead.data import enwik8, hub
 from switchhead.data.bpe import train_bpe
 from switchhead.data.encoding import Encoded, Position, encode_chunks, read_chunks
+from switchhead.data.files import lock_directory
 from switchhead.data.prepared import FORMAT, MANIFEST, TOKENIZER, Prepared, open_prepared, read_manifest, vocabulary_of
 from switchhead.data.shards import TEMPORARY
 from switchhead.data.sources import KINDS, Part, Source, open_files
@@ -353,15 +353,12 @@ def _begun(out: Path, settings: Settings) -> dict[str, Any] | None:
 def _locked(out: Path) -> Iterator[None]:
     """Make a directory, and keep other processes from preparing into it."""
     try:
-        out.mkdir(parents=True, exist_ok=True)
-        directory = os.open(out, os.O_RDONLY)
+        directory = lock_directory(out)
+    except BlockingIOError as error:
+        raise DataError(f"another process is preparing {out}: wait for it, or stop it") from error
     except OSError as error:
         raise DataError(f"cannot make directory {out}: {error.strerror}") from error
     try:
-        try:
-            fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            raise DataError(f"another process is preparing {out}: wait for it, or stop it") from error
         yield
     finally:
         os.close(directory)

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save
 
+from switchhead.data.files import flush_to_disk
 from switchhead.data.vocabulary import Tokens
 from switchhead.errors import DataError
 
@@ -132,11 +133,7 @@ def write_file(path: Path, content: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(temporary, path)
-        directory = os.open(path.parent, os.O_RDONLY)
-        try:
-            os.fsync(directory)
-        finally:
-            os.close(directory)
+        flush_to_disk(path.parent)
     except OSError as error:
         raise DataError(
             f"cannot write {path}: {error.strerror}. Mend that and run the same command again: it goes on from here"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import logging
 import os
@@ -14,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from switchhead.data import ByteVocabulary, TokenizerVocabulary, Vocabulary, load_vocabulary
-from switchhead.data.files import flush_to_disk
+from switchhead.data.files import flush_to_disk, lock_directory
 from switchhead.data.vocabulary import FILE_NAME
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
@@ -76,23 +75,15 @@ def compare_ranks(world: World, config: Mapping[str, Any], **more: Any) -> None:
 def lock_run(path: Path) -> Iterator[None]:
     """Keep other processes of this host from training in a directory, which is made if need be.
 
-    Whoever dies lets go of it. (Locks that hold between hosts would outlive a host that does not come back.)
-
     Raises:
         RunError: another process has it, or it cannot be made.
     """
     try:
-        path.mkdir(parents=True, exist_ok=True)
-        directory = os.open(path, os.O_RDONLY)
+        directory = lock_directory(path)
+    except BlockingIOError as error:
+        raise RunError(f"another process trains in {path}: wait for it, or stop it") from error
     except OSError as error:
         raise RunError(f"cannot create run directory {path}: {error.strerror}") from error
-    try:
-        fcntl.flock(directory, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError as error:
-        os.close(directory)
-        raise RunError(f"another process trains in {path}: wait for it, or stop it") from error
-    except OSError as error:  # some file systems of clusters have no locks
-        logger.warning("%s cannot be locked (%s): see that no other process trains there", path, error.strerror)
     try:
         yield
     finally:
