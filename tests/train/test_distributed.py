@@ -52,6 +52,22 @@ def test_ranks_compute_what_one_process_does(zygote, alone, tmp_path, ranks, par
         }
 
 
+# Windows of 6 tokens: one for three ranks, or four, of which the first rank has two.
+@pytest.mark.slow
+@pytest.mark.parametrize("tokens", [4, 20])
+@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
+def test_a_validation_is_split_over_ranks_and_the_same_every_time(zygote, tmp_path, parallel, tokens):
+    order = {"model": EXACT, "training": {**SHORT, "eval_every": 1, "validation_tokens": tokens}}
+    zygote.train(tmp_path / "alone", **order)
+    for name in ("run", "again"):
+        answers = zygote.train_on_ranks(tmp_path / name, ranks=3, parallel=parallel, **order)
+        assert answers == [{"status": 0, "step": 3, "finished": True}] * 3
+    for name in ("validation_loss", "validation_bits_per_byte"):
+        found = measured(tmp_path / "run", name)
+        assert found == pytest.approx(measured(tmp_path / "alone", name), rel=2e-5)
+        assert found == measured(tmp_path / "again", name)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", ["rotary", "relative"])
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])

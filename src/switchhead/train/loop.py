@@ -17,11 +17,9 @@ from pathlib import Path
 from types import FrameType, TracebackType
 from typing import Any
 
-from torch import Tensor
-
 from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
 from switchhead.errors import CheckpointError, DataError, RunError, TrainingError
-from switchhead.eval.perplexity import Evaluation, score_tokens
+from switchhead.eval.perplexity import Evaluation
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
 from switchhead.train.checkpoint import write_checkpoint
@@ -33,6 +31,7 @@ from switchhead.train.progress import ProgressDisplay, make_progress
 from switchhead.train.run import compare_ranks, create_run, describe_run, lock_run, reopen_run
 from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
+from switchhead.train.validation import validate
 
 logger = logging.getLogger(__name__)
 
@@ -245,27 +244,17 @@ class _Session:
         self.world.together(lambda: log.append(self.trainer.step, values))
 
     def _validate(self, text: TokenArray, vocabulary: Vocabulary, display: ProgressDisplay) -> Evaluation:
-        """Every rank scores the whole text: a sharded model needs all of them, and none waits for another."""
         if self.training.validation_tokens is not None:
             text = text[: self.training.validation_tokens + 1]  # the first one follows nothing, and is not scored
-        model, read = self.trainer.model, 0
-
-        def count(module: object, args: object, arguments: Mapping[str, Tensor], output: object) -> None:
-            nonlocal read
-            read += arguments["input_ids"].numel()
-            display.validating(self.trainer.step, min(read / (len(text) - 1), 1.0))
-
-        with (
-            model.register_forward_hook(count, with_kwargs=True),
-            self.trainer.autocast(),
-            self.trainer.parallelism.eager(),
-        ):
-            return score_tokens(
-                model,
+        with self.trainer.autocast(), self.trainer.parallelism.eager():
+            return validate(
+                self.trainer.model,
                 vocabulary,
                 text,
                 chunk_length=self.training.chunk_length,
                 batch_size=self.training.batch_size,
+                world=self.world,
+                report=functools.partial(display.validating, self.trainer.step),
             )
 
     def _save(self, log: MetricsLog) -> None:
