@@ -14,14 +14,17 @@ from pathlib import Path
 
 import pytest
 import torch
+from tokenizers import Tokenizer, models
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from switchhead.data import ByteVocabulary
+from switchhead.data import ByteVocabulary, TokenizerVocabulary
 from switchhead.data.vocabulary import write_vocabulary
 from switchhead.errors import RunError
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import load_run
 from switchhead.train import TrainingConfig, train
 from switchhead.train.loop import _StopSignal
+from switchhead.train.run import create_run
 from tests.train.zygote import run
 
 SAVE = "switchhead.train.checkpoint:save_file"
@@ -251,6 +254,32 @@ def test_a_vocabulary_gets_its_name_when_its_other_files_are_on_the_disk(tmp_pat
     (tmp_path / "tokenizer.json").write_text("{}")
     write_vocabulary(tmp_path, {"format": 1})
     assert named == ["vocabulary.json"]
+
+
+def test_the_tokenizer_for_transformers_is_on_the_disk_before_the_vocabulary_says_that_the_run_is_whole(
+    tmp_path, monkeypatch
+):
+    words = Tokenizer(models.WordLevel({"<s>": 0, "wood": 1}, unk_token="<s>"))
+    vocabulary = TokenizerVocabulary(PreTrainedTokenizerFast(tokenizer_object=words, bos_token="<s>"))
+    fsync, rename, directory = os.fsync, os.rename, tmp_path.stat().st_ino
+    contents, names, whole = set(), set(), {}
+
+    def note(descriptor):
+        inode = os.fstat(descriptor).st_ino
+        contents.add(inode)
+        if inode == directory:
+            names.update(os.listdir(descriptor))
+        fsync(descriptor)
+
+    def check(source, target):
+        whole[Path(target).name] = {name for name in names if (tmp_path / name).stat().st_ino in contents}
+        rename(source, target)
+
+    monkeypatch.setattr(os, "fsync", note)
+    monkeypatch.setattr(os, "rename", check)
+    create_run(tmp_path, {}, vocabulary)
+    assert whole == {"vocabulary.json": {"config.json", "tokenizer.json", "tokenizer_config.json"}}
+    assert AutoTokenizer.from_pretrained(tmp_path)("wood").input_ids == [1]
 
 
 def test_a_read_only_directory_is_refused_before_training(settings, monkeypatch):

@@ -166,7 +166,9 @@ def _require_same_tokenizer(run: RunDirectory, vocabulary: Vocabulary) -> None:
 def _save_vocabulary(run: RunDirectory, vocabulary: Vocabulary) -> None:
     try:
         if isinstance(vocabulary, TokenizerVocabulary):
-            vocabulary.tokenizer.save_pretrained(run.path)  # for AutoTokenizer.from_pretrained(run)
+            for file in vocabulary.tokenizer.save_pretrained(run.path):  # for AutoTokenizer.from_pretrained(run)
+                flush_to_disk(Path(file))
+            flush_to_disk(run.path)
         vocabulary.save(run.tokenizer)
     except Exception as error:  # which is all that the tokenizers library calls a full disk
         raise RunError(f"cannot save the tokenizer of {run.path}: {error}") from error
