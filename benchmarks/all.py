@@ -18,6 +18,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 ROOT = Path(__file__).parents[1]
+# Every row is compiled for each model, so these are few.
+COMPILED = ("--compile", "on", "--lengths", "2048", "--prompts", "8", "--batch-sizes", "1", "64")
 
 
 class Step(NamedTuple):
@@ -49,11 +51,17 @@ def bench_step(recipe: str) -> list[str]:
     return switchhead("bench", "step", recipe, "--compile", "on", "--cuda-graphs", "on")
 
 
+def bench_generate(recipe: str, *options: str) -> list[str]:
+    return switchhead("bench", "generate", recipe, *options)
+
+
 STEPS = (
     Step("tests of operators", 200, [pytest("-n", "15", "tests/ops", "tests/nn/test_gpu.py")]),
     Step("training step 45M", 150, [bench_step("c4-45m-switchhead-rope-aligned")]),
     Step("layers and passes", 240, [bench_layer("262m", "47m", passes=True)]),
     Step("training step 262M", 200, [bench_step("c4-262m-switchhead-aligned")]),
+    Step("prefill and decoding", 200, [bench_generate("c4-244m-switchhead-rope-aligned")]),
+    Step("prefill and decoding, compiled", 240, [bench_generate("c4-244m-switchhead-rope-aligned", *COMPILED)]),
     Step("replayed steps", 200, [pytest("-n", "8", "-m", "gpu", "tests/train/test_graphs.py")]),
     Step("host", 60, [python("benchmarks/host.py")]),
     Step("layer 1.3b", 180, [bench_layer("1.3b")]),

@@ -44,5 +44,6 @@ def test_every_step_names_what_exists(script):
             if "--layers" in arguments:
                 named = arguments[arguments.index("--layers") + 1 : arguments.index("--routings")]
                 assert set(named) <= set(LAYERS)
-            if "step" in arguments:
-                get_recipe(arguments[arguments.index("step") + 1])
+            for what in ("step", "generate"):
+                if what in arguments:
+                    get_recipe(arguments[arguments.index(what) + 1])

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Callable
+import time
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor, nn
 
 from switchhead.errors import DeviceError
+
+WARM_UPS = 3  # as PyTorch advises before a capture: what is set up lazily, once for a stream, must not be captured
 
 
 class Cost(NamedTuple):
@@ -73,19 +76,59 @@ def graph_ms(
 
     `clear` runs, untimed, before a step that is launched; `between` before a replay.
     """
-    side = torch.cuda.Stream()
+    return _median_ms(captured(step, clear=clear), between, repeats)
+
+
+def captured(step: Callable[[], object], *, clear: Callable[[], object] = lambda: None) -> Callable[[], None]:
+    """Replay of a step that is captured as a CUDA graph, on the stream that has warmed up for it.
+
+    What the step reads and writes besides has to live as long. `clear` runs before each step and after the last.
+    """
+    graph, side = torch.cuda.CUDAGraph(), torch.cuda.Stream()
     side.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(side):
-        for _ in range(2):
+        for _ in range(WARM_UPS):
             clear()
+            step()
+        clear()
+        with torch.cuda.graph(graph, stream=side):
             step()
     torch.cuda.current_stream().wait_stream(side)
     clear()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    return graph.replay
+
+
+def alternating_ms(
+    steps: Sequence[Callable[[], object]],
+    prepares: Sequence[Callable[[], object]],
+    device: torch.device,
+    *,
+    repeats: int,
+) -> list[float]:
+    """Median milliseconds of each step; taken by turns, so that all meet the same clocks and temperatures.
+
+    Before each step its own `prepares` runs, untimed, and a GPU has finished all work.
+    """
+    times: list[list[float]] = [[] for _ in steps]
+    for _ in range(repeats):
+        for step, prepare, own in zip(steps, prepares, times, strict=True):
+            prepare()
+            own.append(_milliseconds(step, device))
+    return [statistics.median(own) for own in times]
+
+
+def _milliseconds(step: Callable[[], object], device: torch.device) -> float:
+    if device.type != "cuda":
+        begin = time.perf_counter()
         step()
-    clear()
-    return _median_ms(graph.replay, between, repeats)
+        return (time.perf_counter() - begin) * 1e3
+    start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+    torch.cuda.synchronize(device)
+    start.record()
+    step()
+    end.record()
+    end.synchronize()
+    return start.elapsed_time(end)
 
 
 def _memory(layer: nn.Module, x: Tensor, memory: Tensor | None, cotangent: Tensor) -> tuple[float, float]:

@@ -6,7 +6,8 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Annotated, Literal, TypeVar
+from functools import partial
+from typing import Annotated, Literal, TextIO, TypeVar
 
 import tyro
 
@@ -22,6 +23,10 @@ from switchhead.cli.common import (
 )
 
 T = TypeVar("T")
+Twin = Annotated[
+    Chosen[str | None],
+    tyro.conf.arg(help='recipe to compare with; otherwise the one named "dense" where this one is named "switchhead"'),
+]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -59,13 +64,23 @@ class Layer:
                 print(f"\n{passes_as_table(passes)}")
 
 
-def _collect(rows: Iterable[T], render: Callable[[list[T]], str]) -> list[T]:
-    """All rows; each is shown as soon as it is there."""
+def _collect(rows: Iterable[T], render: Callable[[list[T]], str], stream: TextIO | None = None) -> list[T]:
+    """All rows; each is shown as soon as it is there, on standard error unless another stream is given."""
     collected = []
     for row in rows:
         collected.append(row)
-        print(render([row]).splitlines()[-1], file=sys.stderr, flush=True)
+        print(render([row]).splitlines()[-1], file=stream or sys.stderr, flush=True)
     return collected
+
+
+def twin_name(recipe: str, chosen: str | None) -> str:
+    """The recipe to compare with: the chosen one, or else the dense one of the same name."""
+    if chosen is not None:
+        return chosen
+    for kind in ("switchhead", "switchall", "moa"):
+        if kind in recipe:
+            return recipe.replace(kind, "dense")
+    raise UsageError(f"{recipe} names no twin: give one with --twin RECIPE")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -73,8 +88,7 @@ class Step:
     """Time whole training steps (forward, backward, clipping, optimizer) of a recipe and of its dense twin."""
 
     recipe: RecipeName
-    twin: Chosen[str | None] = None
-    """recipe to compare with; otherwise the one named "dense" where this one is named "switchhead"."""
+    twin: Twin = None
     steps: int = 20
     """that are timed."""
     batch_size: Chosen[int | None] = None
@@ -97,7 +111,7 @@ class Step:
 
         if self.steps < 1:
             raise UsageError(f"steps is {self.steps}; it must be at least 1")
-        recipes = [find_recipe(self.recipe), find_recipe(self._twin())]
+        recipes = [find_recipe(self.recipe), find_recipe(twin_name(self.recipe, self.twin))]
         settings = {name: getattr(self, name) for name in ("batch_size", "chunk_length", "dtype")}
         changes = {name: value for name, value in settings.items() if value is not None}
         for name in ("compile", "cuda_graphs"):
@@ -111,21 +125,70 @@ class Step:
         else:
             print(steps_as_table(rows))
 
-    def _twin(self) -> str:
-        if self.twin is not None:
-            return self.twin
-        for kind in ("switchhead", "switchall", "moa"):
-            if kind in self.recipe:
-                return self.recipe.replace(kind, "dense")
-        raise UsageError(f"{self.recipe} names no twin: give one with --twin RECIPE")
+
+@dataclass(frozen=True, kw_only=True)
+class Generate:
+    """Time reading a prompt, and decoding with a static cache, of a recipe's model and of its dense twin, untrained."""
+
+    recipe: RecipeName
+    twin: Twin = None
+    lengths: tuple[int, ...] = (512, 2048, 8192)
+    """of prompts, and of what the cache holds before decoding."""
+    prompts: tuple[int, ...] = (1, 8)
+    """how many are read at once; nothing after it: no prefill."""
+    batch_sizes: tuple[int, ...] = (1, 8, 64)
+    """sequences that are decoded at once; nothing after it: no decoding."""
+    dtype: Chosen[Literal["float32", "bfloat16", "float16"] | None] = None
+    """of parameters, computation and cache; otherwise bfloat16 on a GPU, float32 on a CPU."""
+    compile: Literal["on", "off"] = "off"
+    """whether through torch.compile, for every row anew, which takes longer than measuring it."""
+    repeats: int = 10
+    """that are timed; in decoding of 16 tokens each."""
+    device: Device = "auto"
+    as_json: Json = False
+
+    def run(self) -> None:
+        """Measure and print."""
+        import torch
+
+        from switchhead.bench import bench_generation, generation_as_table
+        from switchhead.errors import SwitchHeadError
+        from switchhead.runs import choose_device
+
+        for name, values in (
+            ("lengths", self.lengths),
+            ("prompts", self.prompts),
+            ("batch-sizes", self.batch_sizes),
+            ("repeats", (self.repeats,)),
+        ):
+            if any(value < 1 for value in values):
+                raise UsageError(f"--{name} {' '.join(map(str, values))}: every number must be at least 1")
+        ours, twin = find_recipe(self.recipe), find_recipe(twin_name(self.recipe, self.twin))
+        device = choose_device(self.device)
+        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
+        with arguments_of_the_user():
+            measured = bench_generation(
+                ours.model, twin.model, device, dtype=getattr(torch, dtype), lengths=self.lengths, prompts=self.prompts,
+                batch_sizes=self.batch_sizes, compile=self.compile == "on", repeats=self.repeats,
+            )  # fmt: skip
+        as_table = partial(generation_as_table, twin=twin.name)
+        if self.as_json:
+            rows = _collect(measured, as_table)
+            print_json([dataclasses.asdict(row) for row in rows])
+        else:
+            print(as_table([]))
+            rows = _collect(measured, as_table, sys.stdout)
+        if failed := sum(row.failure is not None for row in rows):
+            raise SwitchHeadError(f"{failed} of {len(rows)} rows failed: each says why")
 
 
 What = (
     Annotated[Layer, tyro.conf.subcommand("layer", prefix_name=False)]
     | Annotated[Step, tyro.conf.subcommand("step", prefix_name=False)]
+    | Annotated[Generate, tyro.conf.subcommand("generate", prefix_name=False)]
 )
 
 
 def bench(what: Annotated[What, tyro.conf.arg(name="")]) -> None:
-    """Time a layer, or whole training steps, against dense twins."""
+    """Time a layer, whole training steps, or generation against dense twins."""
     what.run()
