@@ -1,6 +1,9 @@
+import itertools
 import json
+import signal
 
 import pytest
+import torch
 
 from switchhead import cli
 from switchhead.recipes import registry
@@ -31,9 +34,35 @@ def test_a_run_ends_with_the_validation_texts_scores_and_says_on_resume_that_it_
     assert cli.main(command) == 0
     first, last = capsys.readouterr().out.splitlines()
     assert first == f"{tmp_path}/run: step 2 of 2"
-    assert last.startswith("validation text: perplexity ")
+    assert last.startswith("validation text at step 2: perplexity ")
     assert cli.main([*command, "--resume"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/run: was finished already, at step 2 of 2; nothing was done\n"
+
+
+@pytest.fixture
+def stopped_at_third_step(monkeypatch):
+    """SIGTERM in the third step of each training."""
+    update, steps = torch.optim.AdamW.step, itertools.count(1)
+
+    def step(optimizer):
+        if next(steps) % 3 == 0:
+            signal.raise_signal(signal.SIGTERM)
+        return update(optimizer)
+
+    monkeypatch.setattr(torch.optim.AdamW, "step", step)
+
+
+@pytest.mark.usefixtures("stopped_at_third_step")
+def test_a_stopped_run_says_of_which_step_its_last_validation_is(command, capsys, tmp_path):
+    command = [*command, "--steps", "6", "--eval-every", "2"]
+    assert cli.main(command) == 0
+    first, second, third = capsys.readouterr().out.splitlines()
+    assert first == f"{tmp_path}/run: step 3 of 6"
+    assert second.startswith("validation text at step 2: perplexity ")
+    assert third == "stopped early; the same command with --resume goes on from here"
+    assert cli.main([*command, "--out", str(tmp_path / "again"), "--json"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    assert (result["step"], result["validation"]["step"]) == (3, 2)
 
 
 def test_settings_of_memory_and_precision_reach_the_run(command, tmp_path):

@@ -133,7 +133,7 @@ def train(
                 "run": str(result.run),
                 "step": result.step,
                 "finished": result.finished,
-                "validation": validation and scores(validation),
+                "validation": validation and {"step": result.validation_step, **scores(validation)},
                 "tokens_per_second": result.tokens_per_second,
             }
         )
@@ -143,6 +143,6 @@ def train(
         return
     print(f"{result.run}: step {result.step} of {training.steps}")
     if validation is not None:
-        print(f"validation text: {score_lines(validation)}")
+        print(f"validation text at step {result.validation_step}: {score_lines(validation)}")
     if not result.finished:
         print("stopped early; the same command with --resume goes on from here")

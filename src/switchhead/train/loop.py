@@ -45,6 +45,7 @@ class TrainingResult:
         step: steps done, over all calls.
         finished: False when a signal ended it early; resume it.
         validation: the last one of this call, if there was any.
+        validation_step: of which step that is; before `step` where a signal ended the call between two validations.
         tokens_per_second: training speed, by the median step of this call; None without a step.
         rank: number of this process among those that trained together.
     """
@@ -54,6 +55,7 @@ class TrainingResult:
     finished: bool
     validation: Evaluation | None
     tokens_per_second: float | None
+    validation_step: int | None = None
     rank: int = 0
 
 
@@ -201,6 +203,7 @@ class _Session:
     def run_to_end(self, validation_text: TokenArray, vocabulary: Vocabulary) -> TrainingResult:
         trainer, training = self.trainer, self.training
         validation: Evaluation | None = None
+        validation_step: int | None = None
         with (
             _StopSignal(show=self.show) as stop,
             self.world.together(self._open_log) as log,
@@ -215,7 +218,7 @@ class _Session:
                     self._note(log, {"experts": {name: dataclasses.asdict(value) for name, value in usage.items()}})
                 last = step == training.steps
                 if last or step % training.eval_every == 0:
-                    validation = self._validate(validation_text, vocabulary, display)
+                    validation, validation_step = self._validate(validation_text, vocabulary, display), step
                     self._note(log, _validation_values(validation))
                     display.validated(step, validation.perplexity)
                 display.step(step, measured.loss, self.tokens_per_step / statistics.median(self.seconds[-50:]))
@@ -229,6 +232,7 @@ class _Session:
             step=trainer.step,
             finished=trainer.step >= training.steps,
             validation=validation,
+            validation_step=validation_step,
             tokens_per_second=self.tokens_per_step / statistics.median(self.seconds) if self.seconds else None,
             rank=self.world.rank,
         )
