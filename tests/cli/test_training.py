@@ -1,6 +1,7 @@
 import itertools
 import json
 import signal
+import sys
 
 import pytest
 import torch
@@ -37,6 +38,18 @@ def test_a_run_ends_with_the_validation_texts_scores_and_says_on_resume_that_it_
     assert last.startswith("validation text at step 2: perplexity ")
     assert cli.main([*command, "--resume"]) == 0
     assert capsys.readouterr().out == f"{tmp_path}/run: was finished already, at step 2 of 2; nothing was done\n"
+
+
+@pytest.mark.parametrize(
+    ("terminal", "rank", "told"), [(True, None, 1), (True, "0", 1), (True, "1", 0), (False, "0", 0)]
+)
+def test_who_waits_at_a_terminal_is_told_once_that_libraries_are_loaded(capsys, monkeypatch, terminal, rank, told):
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: terminal)
+    monkeypatch.setenv("RANK", rank) if rank else monkeypatch.delenv("RANK", raising=False)
+    assert cli.main(["train", "no-such", "--data", "text:unread"]) == 2
+    *lines, error = capsys.readouterr().err.splitlines()
+    assert lines == ["no-such  loading PyTorch and the text"] * told
+    assert error.startswith("switchhead: error: unknown recipe 'no-such'")
 
 
 @pytest.fixture

@@ -127,6 +127,7 @@ def test_processes_of_torchrun_train_one_run_and_speak_once(zygote, tmp_path):
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=True)
     assert json.loads(done.stdout)["finished"]
+    assert done.stderr.count("tiny-dense  building the model\n") == 1
     assert len(measured(tmp_path / "run", "loss")) == 2
 
 

@@ -93,6 +93,23 @@ def test_progress_says_where_the_run_is(settings, capsys):
     assert shown.out == ""
 
 
+@pytest.mark.parametrize("compile", [False, True])
+def test_what_takes_a_while_before_the_first_step_is_told(settings, capsys, compile):
+    settings = changed({**settings, "progress": True}, "training", compile=compile)
+    expected = ["small  building the model"]
+    if compile:
+        expected.append("small  compiling: the first step may take a minute or more")
+    with torch.compiler.set_stance(force_backend="eager"):
+        train(**settings, recipe="small")
+        *told, last = capsys.readouterr().err.splitlines()
+        assert told == expected
+        assert last.startswith("small  step 6/6")
+        train(**settings, recipe="small", resume=True)  # a finished run compiles nothing
+        assert capsys.readouterr().err.splitlines() == ["small  building the model"]
+        train(**{**settings, "progress": False}, recipe="small", resume=True)
+        assert capsys.readouterr().err == ""
+
+
 def test_progress_shows_how_far_a_validation_is(settings, capsys, monkeypatch):
     monkeypatch.setattr("switchhead.train.progress.SECONDS_BETWEEN_LINES", 0.0)
     train(**changed({**settings, "progress": True}, "training", batch_size=1))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import os
+import sys
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, TypeVar
@@ -107,6 +109,7 @@ def train(
         parallel: how the processes of torchrun share the model: ddp keeps it whole in each, fsdp shards it.
         tracker: a service that shows the run, besides metrics.jsonl and TensorBoard; otherwise none.
     """
+    _tell_that_it_begins(recipe)
     from switchhead.train import train
 
     chosen = find_recipe(recipe)
@@ -146,3 +149,9 @@ def train(
         print(f"validation text at step {result.validation_step}: {score_lines(validation)}")
     if not result.finished:
         print("stopped early; the same command with --resume goes on from here")
+
+
+def _tell_that_it_begins(recipe: str) -> None:
+    """Loading libraries takes seconds, which somebody at a terminal waits for; elsewhere an error is the only line."""
+    if sys.stderr.isatty() and os.environ.get("RANK", "0") == "0":  # torchrun's number of the process
+        print(f"{recipe}  loading PyTorch and the text", file=sys.stderr)

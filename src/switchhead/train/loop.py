@@ -27,7 +27,7 @@ from switchhead.train.config import TrainingConfig
 from switchhead.train.distributed import Parallel, World, fact_of, join_world
 from switchhead.train.hardware import peak_memory, peak_tokens_per_second
 from switchhead.train.metrics import MetricsLog, NoMetrics
-from switchhead.train.progress import ProgressDisplay, make_progress
+from switchhead.train.progress import ProgressDisplay, make_progress, say
 from switchhead.train.run import compare_ranks, create_run, describe_run, lock_run, reopen_run
 from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
@@ -128,6 +128,8 @@ def train(
             data={"training": data, "validation": valid, **corpus.description},
         )
         compare_ranks(world, described, parallel=parallel, device=place.type)
+        title, show = recipe or Path(out).name, progress and world.is_first
+        say(title, "building the model", show=show)
         trainer = Trainer(fitted, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
 
@@ -142,7 +144,7 @@ def train(
             world.together(lambda: trainer.restore(checkpoint), patient=True)
         elif resume and world.is_first:
             logger.warning("there is no checkpoint in %s to resume from: a new run begins there", run.path)
-        session = _Session(trainer, run, title=recipe or run.path.name, show=progress, tracker=tracker)
+        session = _Session(trainer, run, title=title, show=show, tracker=tracker)
         try:
             return session.run_to_end(corpus.validation, vocabulary)
         except RuntimeError as error:
@@ -188,7 +190,7 @@ class _Session:
 
     def __init__(self, trainer: Trainer, run: RunDirectory, *, title: str, show: bool, tracker: Service | None) -> None:
         self.trainer, self.run, self.training, self.world = trainer, run, trainer.training, trainer.world
-        self.title, self.show = title, show and self.world.is_first
+        self.title, self.show = title, show
         self.tracker: Service | None = tracker
         self.tokens_per_step = self.training.batch_size * self.training.chunk_length
         self.seconds: list[float] = []
@@ -202,6 +204,8 @@ class _Session:
 
     def run_to_end(self, validation_text: TokenArray, vocabulary: Vocabulary) -> TrainingResult:
         trainer, training = self.trainer, self.training
+        if training.compile and trainer.step < training.steps:
+            say(self.title, "compiling: the first step may take a minute or more", show=self.show)
         validation: Evaluation | None = None
         validation_step: int | None = None
         with (
