@@ -56,8 +56,6 @@ def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_p
     [
         ([], "name a recipe"),
         (["tiny-dense", "--paper"], "leave out the recipe, or --paper"),
-        (["--paper", "--lengths", "64"], "--paper counts each model as the paper does: it goes with --json alone"),
-        (["--paper", "--device", "cpu"], "--paper counts each model as the paper does: it goes with --json alone"),
         (["tiny-dens"], "did you mean tiny-dense"),
         (["tiny-dense", "--lengths", "1k"], "--lengths '1k' is not a list of numbers like 256,1024"),
         (["tiny-dense", "--lengths", "0"], "chunk_length must be at least 1; got 0"),
@@ -68,3 +66,11 @@ def test_a_recipe_is_counted_at_every_length_beside_its_dense_twin(capsys, tmp_p
 )
 def test_arguments_that_cannot_be_are_usage_errors(capsys, arguments, message):
     assert message in usage_error(capsys, "resources", *arguments)
+
+
+@pytest.mark.parametrize(
+    "option", ["--lengths 64", "--batch-size 2", "--dtype float16", "--device cpu", "--plot growth.png"]
+)
+def test_the_papers_models_are_counted_as_the_paper_does_whatever_option_there_is(capsys, option):
+    message = "--paper counts each model as the paper does: it goes with --json alone"
+    assert message in usage_error(capsys, "resources", "--paper", *option.split())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
@@ -16,6 +17,25 @@ if TYPE_CHECKING:
     from switchhead.recipes import Recipe
 
 
+@dataclass(frozen=True, kw_only=True)
+class Counting:
+    """What a recipe is counted for."""
+
+    lengths: Annotated[str | None, tyro.conf.arg(metavar="N,N,...", help_behavior_hint="")] = None
+    """tokens of a sequence; otherwise the recipe's own."""
+    batch_size: int = 1
+    """sequences in a training step."""
+    dtype: Chosen[Literal["float32", "bfloat16", "float16"] | None] = None
+    """of the computation; otherwise the recipe's own."""
+    device: Literal["cuda", "cpu"] = "cuda"
+    """whose memory is counted; none is needed."""
+    plot: Chosen[Path | None] = None
+    """draw how cost grows with the length, beside the dense twin, into this image file; otherwise no plot."""
+
+
+AS_THE_RECIPE = Counting()
+
+
 def resources(
     recipe: Annotated[
         tyro.conf.Positional[str] | None,
@@ -24,22 +44,13 @@ def resources(
     /,
     *,
     paper: bool = False,
-    lengths: Annotated[str | None, tyro.conf.arg(metavar="N,N,...", help_behavior_hint="")] = None,
-    batch_size: int = 1,
-    dtype: Chosen[Literal["float32", "bfloat16", "float16"] | None] = None,
-    device: Literal["cuda", "cpu"] = "cuda",
-    plot: Chosen[Path | None] = None,
+    counting: Annotated[Counting, tyro.conf.arg(name="")] = AS_THE_RECIPE,
     as_json: Json = False,
 ) -> None:
     """Count parameters, operations and memory of a recipe, or hold all of the paper's against its figures.
 
     Args:
         paper: every model of the paper beside the printed figures.
-        lengths: tokens of a sequence; otherwise the recipe's own.
-        batch_size: sequences in a training step.
-        dtype: of the computation; otherwise the recipe's own.
-        device: whose memory is counted; none is needed.
-        plot: draw how cost grows with the length, beside the dense twin, into this image file; otherwise no plot.
     """
     from switchhead.accounting import cost_by_length, plot_growth
     from switchhead.recipes import dense_twin
@@ -48,8 +59,9 @@ def resources(
         raise UsageError("--paper counts all of the paper's recipes: leave out the recipe, or --paper")
     if recipe is None and not paper:
         raise UsageError("name a recipe (`switchhead recipes` lists them), or give --paper")
-    if paper and (lengths, batch_size, dtype, device, plot) != (None, 1, None, "cuda", None):
+    if paper and counting != AS_THE_RECIPE:
         raise UsageError("--paper counts each model as the paper does: it goes with --json alone")
+    plot = counting.plot
     if plot is not None and not plot.parent.is_dir():
         raise UsageError(f"--plot {plot}: there is no directory {plot.parent}")
     if recipe is None:
@@ -64,14 +76,14 @@ def resources(
                 curves[counted.name] = cost_by_length(
                     counted.model,
                     chunk_length=counted.training.chunk_length,
-                    lengths=[chosen.training.chunk_length] if lengths is None else _numbers(lengths),
-                    batch_size=batch_size,
-                    dtype=dtype or chosen.training.dtype,
-                    device=device,
+                    lengths=[chosen.training.chunk_length] if counting.lengths is None else _numbers(counting.lengths),
+                    batch_size=counting.batch_size,
+                    dtype=counting.dtype or chosen.training.dtype,
+                    device=counting.device,
                 )
         if plot is not None:
             plot_growth(curves, plot)
-    _show_recipe(chosen, twin, curves, device=device, as_json=as_json)
+    _show_recipe(chosen, twin, curves, device=counting.device, as_json=as_json)
 
 
 def _numbers(text: str) -> list[int]:
