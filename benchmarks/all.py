@@ -43,7 +43,7 @@ def switchhead(*arguments: str) -> list[str]:
 
 
 def bench_layer(*layers: str, positions: str = "rotary", passes: bool = False) -> list[str]:
-    options = ["--positions", positions, "--passes" if passes else "--no-passes"]
+    options = ["--positions", positions] if passes else ["--positions", positions, "--no-passes"]
     return switchhead("bench", "layer", "--layers", *layers, "--routings", "uniform", "trained", *options)
 
 

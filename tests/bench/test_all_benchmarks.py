@@ -1,3 +1,4 @@
+import functools
 import importlib.util
 import sys
 from pathlib import Path
@@ -5,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from switchhead.bench import LAYERS
+from switchhead.cli import COMMANDS, main
 from switchhead.recipes import get_recipe
 
 ROOT = Path(__file__).parents[2]
@@ -47,3 +49,13 @@ def test_every_step_names_what_exists(script):
             for what in ("step", "generate"):
                 if what in arguments:
                     get_recipe(arguments[arguments.index(what) + 1])
+
+
+def test_every_command_is_understood(script, monkeypatch):
+    understood = []
+    bench = COMMANDS["bench"]
+    monkeypatch.setitem(COMMANDS, "bench", functools.wraps(bench)(lambda *args, **options: understood.append(options)))
+    asked = [command[3:] for step in script.STEPS for command in step.commands if command[1:3] == ["-m", "switchhead"]]
+    for arguments in asked:
+        assert main(arguments) == 0, arguments
+    assert len(understood) == len(asked) > 3
