@@ -24,7 +24,10 @@ def check_on_a_gpu(module, dtype, tolerance, *, device="cuda", **inputs):
         y = layer(tokens, **{name: value.to(to.get("device", "cpu")) for name, value in inputs.items()})
         results.append((y, *gradients(y.cpu(), tokens, *layer.parameters())))
     for found, expected in zip(*results, strict=True):
-        assert relative_error(found, expected) < tolerance
+        if expected.numel() == 1:  # a sum over all outputs that may be near zero: what each rounds by stays
+            assert (found.cpu() - expected).abs() < tolerance * max(results[1][0].norm(), expected.abs())
+        else:
+            assert relative_error(found, expected) < tolerance
 
 
 @every_layer

@@ -8,8 +8,8 @@ is compiled as Triton would before making it: for the same types, constants and 
 Standard output gets the `Compilation`s as JSON.
 
 Private here: Triton's active driver is a stand-in (`triton.runtime.driver.set_active`), `JITFunction.__getitem__` is
-replaced while an operator runs, and `torch._higher_order_ops.triton_kernel_wrap.identify_accessed_tensors`, by which
-`torch.compile` finds what a kernel writes, is asked the same.
+replaced while an operator runs, and what `torch.compile` finds out about what a kernel writes, by
+`torch._higher_order_ops.triton_kernel_wrap`, is asked of it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from typing import Any, NamedTuple
 import torch
 import triton
 from torch import Tensor
-from torch._higher_order_ops.triton_kernel_wrap import identify_accessed_tensors
+from torch._higher_order_ops import triton_kernel_wrap
 from triton.backends.compiler import GPUTarget
 from triton.runtime.jit import JITFunction
 
@@ -267,11 +267,19 @@ def compile_for(capability: int, cases: list[Case], *, once: bool) -> Iterator[C
                 continue
             binaries.add(id(binary))
             given = dict(zip(kernel.arg_names, args, strict=False)) | options
-            tensors = identify_accessed_tensors(kernel, {name: given[name] for name in kernel.arg_names}, {})
+            written = written_by(kernel, {name: given[name] for name in kernel.arg_names})
             yield Compilation(
-                name, str(case), capability, written=tuple(sorted(one.name for one in tensors.read_writes.writes)),
+                name, str(case), capability, written=tuple(sorted(written)),
                 shared=binary.metadata.shared, stack=stack_of(binary.asm["cubin"]), known_stack=case.stack.get(name, 0),
             )  # fmt: skip
+
+
+def written_by(kernel: JITFunction, arguments: dict[str, Any]) -> list[str]:
+    """Names of the arguments that `torch.compile` takes as written."""
+    if hasattr(triton_kernel_wrap, "identify_accessed_tensors"):
+        tensors = triton_kernel_wrap.identify_accessed_tensors(kernel, arguments, {})
+        return [one.name for one in tensors.read_writes.writes]
+    return triton_kernel_wrap.identify_mutated_tensors(kernel, arguments, {})  # until torch 2.11
 
 
 def causes(error: BaseException | None) -> Iterator[BaseException]:
