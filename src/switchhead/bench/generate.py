@@ -11,16 +11,17 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
-from transformers import Cache, DynamicCache, StaticCache
 
 from switchhead.bench.timing import WARM_UPS, alternating_ms, captured
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
+from switchhead.hf.caches import fixed_cache, growing_cache
 
 TOKENS = 16  # decoded in one repetition, as a loop does it: the host does not wait between them
 
 Phase = Literal["prefill", "decode"]
 Launch = Literal["host", "graph"]
-Choose = Callable[[nn.Module, Tensor, Cache], Tensor]
+Choose = Callable[[nn.Module, Tensor, Any], Tensor]
+Dtype = Literal["float32", "bfloat16", "float16"]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -71,7 +72,7 @@ def bench_generation(
     twin: SwitchHeadConfig,
     device: torch.device,
     *,
-    dtype: torch.dtype,
+    dtype: Dtype | None = None,
     lengths: Sequence[int] = (512, 2048, 8192),
     prompts: Sequence[int] = (1, 8),
     batch_sizes: Sequence[int] = (1, 8, 64),
@@ -86,7 +87,7 @@ def bench_generation(
         ours: the model.
         twin: what it is compared with.
         device: where.
-        dtype: of parameters, computation and cache.
+        dtype: of parameters, computation and cache; None: bfloat16 on a GPU, float32 on a CPU.
         lengths: of prompts, and of what a cache holds before decoding.
         prompts: numbers of prompts that are read at once.
         batch_sizes: numbers of sequences that are decoded at once.
@@ -103,7 +104,9 @@ def bench_generation(
     situations: list[tuple[Phase, int, int]] = [
         (phase, size, length) for phase, sizes in phases for length in lengths for size in sizes
     ]
-    return _rows((ours, twin), situations, device, dtype=dtype, compile=compile, repeats=repeats)
+    of_device = torch.bfloat16 if device.type == "cuda" else torch.float32
+    chosen = of_device if dtype is None else getattr(torch, dtype)
+    return _rows((ours, twin), situations, device, dtype=chosen, compile=compile, repeats=repeats)
 
 
 def _rows(
@@ -189,10 +192,10 @@ class _Prefill:
     def __init__(self, model: SwitchHeadForCausalLM, batch_size: int, length: int, choose: Choose) -> None:
         self.model, self.choose = model, choose
         self.prompts = torch.randint(model.config.vocab_size, (batch_size, length), device=model.device)
-        self.cache: Cache = DynamicCache(config=model.config)
+        self.cache: Any = growing_cache(model.config)
 
     def prepare(self) -> None:
-        self.cache = DynamicCache(config=self.model.config)
+        self.cache = growing_cache(self.model.config)
 
     def step(self) -> None:
         self.choose(self.model, self.prompts, self.cache)
@@ -209,22 +212,21 @@ class _Decoding:
         self.model, self.length, self.choose = model, length, choose
         self.tokens = torch.randint(model.config.vocab_size, (batch_size, 1), device=model.device)
         slots = -(-(length + TOKENS) // 64) * 64  # masks of odd lengths would be copied for kernels that want them even
-        self.cache = StaticCache(config=model.config, max_cache_len=slots)
+        self.cache: Any = fixed_cache(model.config, slots)
         model(self.tokens, cache=self.cache)  # allocates it, in the sizes of the model's kind
-        self.layers: Any = self.cache.layers
-        for layer in self.layers:
+        for layer in self.cache.layers:
             layer.keys.normal_()
             layer.values.normal_()
 
     def prepare(self) -> None:
-        for layer in self.layers:
+        for layer in self.cache.layers:
             layer.cumulative_length.fill_(self.length)
 
     def step(self) -> None:
         self.choose(self.model, self.tokens, self.cache)
 
 
-def _choose(model: nn.Module, tokens: Tensor, cache: Cache) -> Tensor:
+def _choose(model: nn.Module, tokens: Tensor, cache: Any) -> Tensor:
     """The likeliest token behind each sequence, `[B, 1]`."""
     return model(tokens, cache=cache, logits_to_keep=1).logits.argmax(-1)
 
@@ -237,9 +239,8 @@ def _repeated(step: Callable[[], object], times: int) -> Callable[[], None]:
     return run
 
 
-def _cache_bytes(cache: Cache) -> int:
-    layers: Any = cache.layers
-    return sum(layer.keys.nbytes + layer.values.nbytes for layer in layers)
+def _cache_bytes(cache: Any) -> int:
+    return sum(layer.keys.nbytes + layer.values.nbytes for layer in cache.layers)
 
 
 def _peak_bytes(run: _Prefill | _Decoding, device: torch.device) -> int:

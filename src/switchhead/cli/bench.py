@@ -149,8 +149,6 @@ class Generate:
 
     def run(self) -> None:
         """Measure and print."""
-        import torch
-
         from switchhead.bench import bench_generation, generation_as_table
         from switchhead.errors import SwitchHeadError
         from switchhead.runs import choose_device
@@ -165,10 +163,9 @@ class Generate:
                 raise UsageError(f"--{name} {' '.join(map(str, values))}: every number must be at least 1")
         ours, twin = find_recipe(self.recipe), find_recipe(twin_name(self.recipe, self.twin))
         device = choose_device(self.device)
-        dtype = self.dtype or ("bfloat16" if device.type == "cuda" else "float32")
         with arguments_of_the_user():
             measured = bench_generation(
-                ours.model, twin.model, device, dtype=getattr(torch, dtype), lengths=self.lengths, prompts=self.prompts,
+                ours.model, twin.model, device, dtype=self.dtype, lengths=self.lengths, prompts=self.prompts,
                 batch_sizes=self.batch_sizes, compile=self.compile == "on", repeats=self.repeats,
             )  # fmt: skip
         as_table = partial(generation_as_table, twin=twin.name)
