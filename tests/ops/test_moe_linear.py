@@ -47,6 +47,17 @@ def test_every_backend_computes_the_definition(backend, reduce, pool, per_head):
     assert relative_error(y, by_loops(x, weight, routing, reduce)) < 1e-13
 
 
+@pytest.mark.parametrize("backend", ["reference", *BACKENDS])
+def test_padding_of_rows_changes_nothing(backend):
+    x, weight, routing = operands(per_head=True)
+    padded = torch.nn.functional.pad(x, (0, 3)).detach().requires_grad_()
+    found = moe_linear(padded, weight, routing, reduce="heads", backend=backend, padding=3)
+    expected = moe_linear(x, weight, routing, reduce="heads", backend=backend)
+    assert torch.equal(found, expected)
+    of_padded, of_x = (gradients(y, rows)[0] for y, rows in ((found, padded), (expected, x)))
+    assert torch.equal(of_padded, torch.nn.functional.pad(of_x, (0, 3)))
+
+
 @pytest.mark.parametrize("reduce", REDUCTIONS)
 @pytest.mark.parametrize("backend", ["reference", *BACKENDS])
 def test_gradients_pass_gradcheck(backend, reduce):
@@ -181,6 +192,8 @@ def test_bad_arguments_are_named():
         moe_linear(x[:, :3], weight, routing, reduce="k")
     with pytest.raises(ValueError, match=r"weight must be \[3 or 1, 5, d_in, d_out\]"):
         moe_linear(x, weight[:2], routing, reduce="k")
+    with pytest.raises(ValueError, match="0 unless reduce='heads'; got 2 with reduce='k'"):
+        moe_linear(x, weight, routing, reduce="k", padding=2)
     with pytest.raises(ValueError, match="reduce='sum' is unknown"):
         moe_linear(x, weight, routing, reduce="sum")
     with pytest.raises(ValueError, match="backend='fast' is unknown"):

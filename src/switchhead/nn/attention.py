@@ -17,7 +17,7 @@ from switchhead.nn.projections import project_positions
 from switchhead.ops.attention import Masks, attend
 from switchhead.ops.packed import packed_attention
 from switchhead.ops.relative import relative_attention
-from switchhead.ops.widths import pad_width
+from switchhead.ops.widths import aligned_width, pad_width
 
 AuxLosses = dict[str, Float[Tensor, ""]]  # auxiliary losses by name, without weights
 
@@ -98,7 +98,8 @@ def average_values(
         q, k = _rotate(q, k, positions, d_head=d_head, position_ids=position_ids, cached=cached, crossed=crossed)
     if cache is not None:
         k, v = cache.update(k[..., :d_head], v[..., :d_head])
-        k, v = pad_width(k, q.shape[-1]), pad_width(v, q.shape[-1])
+        width = aligned_width(d_head, q.device)
+        q, k, v = q[..., :width], pad_width(k, width), pad_width(v, width)
         causal = causal and attn_mask is None
     scale = 1 / math.sqrt(d_head)
     if cu_seqlens is not None:

@@ -52,8 +52,14 @@ def project_heads(
 def project_experts(
     x: Float[Tensor, "tokens *heads wide"], projection: MoELinear, routing: Routing
 ) -> Float[Tensor, "tokens *heads d"]:
-    """An expert projection."""
-    return moe_linear(x, _pad(x, projection), routing, reduce=projection.reduce, backend=projection.backend)
+    """An expert projection; x may have padded heads or tokens."""
+    projection = require(projection, MoELinear)
+    weight, backend = projection.weight, projection.backend
+    padding = x.shape[-1] - weight.shape[2]
+    d_out = aligned_width(weight.shape[3], x.device) - weight.shape[3]
+    if projection.reduce == "heads":
+        return moe_linear(x, pad(weight, (0, d_out)), routing, reduce="heads", backend=backend, padding=padding)
+    return moe_linear(x, pad(weight, (0, d_out, 0, padding)), routing, reduce=projection.reduce, backend=backend)
 
 
 def project_all(
@@ -133,9 +139,3 @@ def _split_heads(rows: Float[Tensor, "batch T heads_d"], projections: Sequence[L
     """`[B, H, T, d]` of each projection."""
     heads = [projection.out_features // d_head for projection in projections]
     return list(rows.unflatten(-1, (sum(heads), -1)).transpose(1, 2).split(heads, dim=1))
-
-
-def _pad(x: Tensor, projection: MoELinear) -> Float[Tensor, "heads experts wide d"]:
-    """Experts for inputs of x's width, to an aligned width."""
-    d_in, d_out = require(projection, MoELinear).weight.shape[-2:]
-    return pad(projection.weight, (0, aligned_width(d_out, x.device) - d_out, 0, x.shape[-1] - d_in))

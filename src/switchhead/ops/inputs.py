@@ -12,7 +12,7 @@ from switchhead.ops.dtypes import cast_together, compute_dtype, without_autocast
 from switchhead.ops.moe_linear import Backend, moe_linear
 from switchhead.ops.rotary import rotate
 from switchhead.ops.router import Gating, route
-from switchhead.ops.widths import aligned_width, pad, pad_width
+from switchhead.ops.widths import aligned_width, attention_width, pad, pad_width
 from switchhead.routing import Routing
 
 # Backward of the one operator multiplies with all experts; beyond this E / k kernels on the chosen ones should win.
@@ -55,8 +55,8 @@ def project_inputs(
         backend: see `moe_linear`.
 
     Returns:
-        Queries (None without), keys and values (on a GPU with zeros up to the next multiple of 8), and the decisions of
-        the routers, a `Routing` for each side.
+        Queries (None without), keys and values, on a GPU with zeros behind each head up to a width that suits it, and
+        the decisions of the routers, a `Routing` for each side.
 
     Raises:
         ValueError: shapes or k that do not fit, or a backend that cannot run here.
@@ -77,6 +77,8 @@ def project_inputs(
     if fused and gating == "sigmoid":
         from switchhead.ops.triton.inputs import project_inputs as run
 
+        if rotation is not None:
+            width = attention_width(d, x.device)
         with without_autocast(x.device):
             return run(
                 x, queries, keys, routers, values, k, rotation=rotation, dtype=dtype, width=width, dropped=dropped

@@ -1,8 +1,10 @@
 import pytest
 import torch
 
+from switchhead.ops.availability import as_on_a_gpu
 from switchhead.ops.inputs import project_inputs
 from switchhead.ops.rotary import rotary_table
+from switchhead.ops.triton import inputs
 from switchhead.ops.triton.inputs import _project_inputs, _project_inputs_backward
 from tests.helpers import check_operator, of_other_strides, relative_error
 
@@ -55,6 +57,26 @@ def run(
     loss = sum((t.float() * draw(*t.shape)).sum() for t in outputs)
     names = ["queries", "keys", "values", "gates", "of x", "of queries", "of keys", "of routers", "of values"]
     return dict(zip(names, [*outputs, *torch.autograd.grad(loss, inputs)], strict=True))
+
+
+@pytest.mark.parametrize(("experts", "k"), [(4, 2), (5, 3)])  # kernels on the chosen experts, and products with all
+@pytest.mark.parametrize(("d", "width"), [(20, 32), (11, 16), (7, 16)])
+@pytest.mark.parametrize("tokens", [36, 1])
+def test_rotated_heads_are_as_wide_as_attention_wants_them(
+    tokens, d, width, experts, k, device, monkeypatch, poisoned_allocations
+):
+    case = dict(routers=4, heads=2, experts=experts, k=k, d=d, tokens=tokens, rotated=d // 2)
+    expected = run("reference", device, **case)
+    made = []
+    fused = inputs._project_inputs
+    monkeypatch.setattr(inputs, "_project_inputs", lambda *args: made.append(fused(*args)) or made[-1])
+    with as_on_a_gpu():
+        found = run("triton", device, **case)
+    for rows in made[0][:3]:  # queries, keys, values
+        assert rows.shape[-1] == width
+        assert not rows[..., d:].any()
+    for name, value in expected.items():
+        assert relative_error(found[name], value) < 1e-5, name
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's sigmoid of minus infinity

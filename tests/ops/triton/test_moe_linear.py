@@ -75,6 +75,21 @@ def test_heads_may_share_rows_or_have_their_own(reduce, device, without_decoding
     assert_agrees(*operands(10, 2, 3, 2, 16, 24, per_head=reduce != "heads", device=device), reduce)
 
 
+@pytest.mark.parametrize(
+    "case", ["joint sets of two heads", "few experts, odd widths", "every expert", "a shared pool"]
+)
+@pytest.mark.parametrize("tokens", [0, 12])
+def test_rows_may_be_padded(tokens, case, device, without_decoding, poisoned_allocations):
+    x, weight, routing = operands(**CASES[case] | dict(tokens=tokens), per_head=True, device=device)
+    padded = torch.nn.functional.pad(x, (0, 7)).detach().requires_grad_()
+    found, expected = (moe_linear(rows, weight, routing, reduce="heads") for rows in (padded, x))
+    torch.testing.assert_close(found, expected)
+    of_padded, *found = gradients(found, padded, weight, routing.gates)
+    of_x, *expected = gradients(expected, x, weight, routing.gates)
+    assert not of_padded[..., x.shape[-1] :].any()
+    torch.testing.assert_close([of_padded[..., : x.shape[-1]], *found], [of_x, *expected])
+
+
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("reduce", ["k", "heads"])
 def test_16_bit_operands(reduce, dtype, device, without_decoding):

@@ -35,9 +35,9 @@ def test_queries_and_keys_are_rotated_together_as_they_are_alone(n, dtype, d, de
     x = x[:n]
     expected = [rotate(rows.unflatten(0, (2, 6)), *table).flatten(0, 1) for rows in x]
     apart = [rows.new_empty(rows.shape) for rows in x]
-    rotate_heads(x, apart, *table)
+    rotate_heads(x, apart, *table, width=d)
     beside = x[0].new_zeros(12, n * 3 * d + 5)
-    rotate_heads(x, [beside], *table)
+    rotate_heads(x, [beside], *table, width=d)
     for found in (apart, beside[:, : n * 3 * d].view(12, n, 3, d).unbind(1)):
         for rows, wanted in zip(found, expected, strict=True):
             assert relative_error(rows, wanted) < (1e-6 if dtype == torch.float32 else 8e-3)
@@ -45,11 +45,34 @@ def test_queries_and_keys_are_rotated_together_as_they_are_alone(n, dtype, d, de
 
 
 def test_rotating_back_undoes_a_rotation_and_no_table_copies(device, poisoned_allocations):
-    x, table = heads(11, device, torch.float32)
+    d = 11
+    x, table = heads(d, device, torch.float32)
     there, back, copy = ([rows.new_empty(rows.shape) for rows in x] for _ in range(3))
-    rotate_heads(x, there, *table)
-    rotate_heads(there, back, *table, back=True)
-    rotate_heads(x, copy, None, None)
+    rotate_heads(x, there, *table, width=d)
+    rotate_heads(there, back, *table, width=d, back=True)
+    rotate_heads(x, copy, None, None, width=d)
     for original, returned, copied in zip(x, back, copy, strict=True):
         assert relative_error(returned, original) < 1e-6
         assert torch.equal(copied, original)
+
+
+def test_heads_are_widened_by_zeros_and_narrowed_again(device, poisoned_allocations):
+    x, table = heads(11, device, torch.float32)
+    wide, alone, back = ([rows.new_empty(*rows.shape[:2], d) for rows in x] for d in (16, 11, 11))
+    rotate_heads(x, wide, *table, width=16)
+    rotate_heads(x, alone, *table, width=11)
+    rotate_heads(wide, back, *table, width=11, back=True)
+    for original, widened, plain, returned in zip(x, wide, alone, back, strict=True):
+        assert torch.equal(widened[..., :11], plain)
+        assert not widened[..., 11:].any()
+        assert relative_error(returned, original) < 1e-6
+
+
+def test_heads_may_be_rotated_in_place(device):
+    x, table = heads(11, device, torch.float32)
+    here = [rows.clone(memory_format=torch.contiguous_format) for rows in x]
+    there = [rows.new_empty(rows.shape) for rows in here]
+    rotate_heads(here, there, *table, width=11)
+    rotate_heads(here, here, *table, width=11)
+    for rows, expected in zip(here, there, strict=True):
+        assert torch.equal(rows, expected)

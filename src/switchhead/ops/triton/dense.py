@@ -47,7 +47,7 @@ def spread_rows(
         out: its columns `first .. first + H * E * width` are written, `[N, H, E, width]` in that order; those past d of
             each expert are zero.
         n_experts: E.
-        width: columns of an expert, at least d.
+        width: columns of an expert; what x has beyond them is not written.
         projected: `[N, H, K, d]`: asks for the dot products of its rows with x's, which are the gates' gradients if x
             is the gradient of the gate-weighted sum of `projected`.
         combined: that sum, `[N, H, d]`, where `projected` `[N, H, K - 1, d]` lacks the first slot, whose gate is the
@@ -66,7 +66,7 @@ def spread_rows(
     grad_gates, all_gates, all_indices = routed or (None, None, None)
     sides = 0 if all_gates is None else all_gates.shape[0]
     behind = 0 if routed is None else out.shape[1] - first - heads * n_experts * (width + sides)
-    block_d = triton.next_power_of_2(width)
+    block_d = triton.next_power_of_2(max(width, x.shape[-1]))
     block = max(1, min(16, 4096 // block_d))
     visible(_spread_rows_kernel)[(triton.cdiv(tokens * heads, block),)](
         x, expert_indices.contiguous(), gates.contiguous(), projected, combined, grad_gates, all_gates, all_indices,
@@ -171,7 +171,7 @@ def combine_experts(
         expert_indices: `[N, H, K]`.
         gates: `[N, H, K]`; None: no sum.
         n_experts: E.
-        d: columns of the results, at most width.
+        d: columns of the results; zeros past width.
         keep_from: also return the chosen rows of the slots from this one on.
         dot_with: `[N, H, d]` of any strides (H may be expanded): also return its dot products with the chosen rows.
 
@@ -219,7 +219,8 @@ def _combine_experts_kernel(
     for j in tl.static_range(K):
         slot = row * K + j
         expert = tl.load(indices_ptr + slot, mask=valid, other=0).to(tl.int64)
-        y = tl.load(y_ptr + ((row * E + expert) * WIDTH)[:, None] + d[None, :], mask=inside, other=0.0)
+        y_at = y_ptr + ((row * E + expert) * WIDTH)[:, None] + d[None, :]
+        y = tl.load(y_at, mask=inside & (d < WIDTH)[None, :], other=0.0)
         if kept_ptr is not None and j >= K - KEEPS:
             at = kept_ptr + (row * KEEPS + j - (K - KEEPS))[:, None] * D + d[None, :]
             tl.store(at, y, mask=inside)

@@ -79,21 +79,26 @@ def _project_inputs(
     gates, expert_indices, _ = choose(tokens, routers, k, dropped=dropped, sides=routers.shape[0] // heads)
     plain = [keys] if queries is None else [queries, keys]
     kept = tokens.new_empty(0)
+    rotates = cos is not None and tokens.shape[0] > 0
+    product_width = min(pad_to(d, ALIGN), width) if rotates else width  # a rotation can write heads anew, wider
     if not keep and tokens.shape[0] <= DECODE_TOKENS:
-        matrices = [_aligned_heads(weight, d, width, tokens) for weight in plain]
-        rows = _project_heads(tokens, matrices, heads, width, cos, sin)
+        matrices = [_aligned_heads(weight, d, product_width, tokens) for weight in plain]
+        rows = _project_heads(tokens, matrices, (heads, product_width), width, cos, sin)
         out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads)
         out = pad_width(out, width).view(-1, heads, width)
     else:
         p = Problem.of(tokens, values, expert_indices[-1])
         blocks = project_blocks(p, dtype, width)
-        first, narrow, wide = len(plain) * heads * width, pad_to(d, blocks[0]), pad_to(tokens.shape[1], blocks[1])
+        first, narrow, wide = (
+            len(plain) * heads * product_width,
+            pad_to(d, blocks[0]),
+            pad_to(tokens.shape[1], blocks[1]),
+        )
         shape, given = (first + heads * experts * narrow, wide), Weights(plain, values, None)
-        weights = stack_weights(given, width=width, expert_width=narrow, shape=shape, dtype=dtype)
+        weights = stack_weights(given, width=product_width, expert_width=narrow, shape=shape, dtype=dtype)
         # One product where a rotation takes its columns apart: an operator's results may not share memory.
-        rotates = cos is not None and tokens.shape[0] > 0
-        matrices = weights[:first, : tokens.shape[1]].chunk(1 if rotates else len(plain))
-        rows = _project_heads(tokens, matrices, heads, width, cos, sin)
+        matrices = weights[:first, : tokens.shape[1]].chunk(1 if product_width < width else len(plain))
+        rows = _project_heads(tokens, matrices, (heads, product_width), width, cos, sin)
         prepared = weights[first:].view(heads * experts, narrow, wide)
         out, kept = project_values(p, tokens, prepared, gates[-1], expert_indices[-1], dtype, width, keep)
     own_tokens = keep and not is_aligned(x, dtype)  # an operator may not return its argument
@@ -136,7 +141,7 @@ def _project_inputs_backward(
     columns = pad_to(columns, 2 * ALIGN)  # strides that Triton knows to be aligned
     # Gradients of queries, keys, every expert's values, and scores; then the matrices that they go through.
     grads = torch.empty(n_tokens, columns, dtype=dtype, device=tokens.device)
-    rotate_heads([pad_width(grad, width) for grad, _ in plain], [grads], cos, sin, back=True)
+    rotate_heads([grad for grad, _ in plain], [grads], cos, sin, width=width, back=True)
     spread_rows(
         grad_values, expert_indices[-1], gates[-1], grads, n_experts=experts, width=width, first=first,
         projected=kept if kept.shape[2] else None, combined=out if kept.shape[2] < gates.shape[3] else None,
@@ -168,15 +173,22 @@ def _aligned_heads(weight: Tensor, d: int, width: int, tokens: Tensor) -> Tensor
 
 
 def _project_heads(
-    tokens: Tensor, matrices: Sequence[Tensor], heads: int, width: int, cos: Tensor | None, sin: Tensor | None
+    tokens: Tensor,
+    matrices: Sequence[Tensor],
+    heads: tuple[int, int],
+    width: int,
+    cos: Tensor | None,
+    sin: Tensor | None,
 ) -> list[Tensor]:
-    """Rows `[N, H, width]` of the projections in each matrix, whose product is their columns side by side, rotated."""
-    products = [(tokens @ matrix.mT).unflatten(1, (-1, heads, width)) for matrix in matrices]
-    rows = [part for product in products for part in product.unbind(1)]
-    if cos is None or tokens.shape[0] == 0:
-        return rows
-    rotated = [part.new_empty(part.shape) for part in rows]
-    rotate_heads(rows, rotated, cos, sin)
+    """Rows `[N, H, width]` of the projections in each matrix, rotated; `heads`: how many there, and how wide."""
+    products = [tokens @ matrix.mT for matrix in matrices]
+    if heads[1] == width:  # each projection is a product of its own, which a rotation may overwrite
+        rotated = rows = [product.view(-1, *heads) for product in products]
+    else:
+        rows = [part for product in products for part in product.unflatten(1, (-1, *heads)).unbind(1)]
+        rotated = [part.new_empty(*part.shape[:2], width) for part in rows]
+    if cos is not None and tokens.shape[0] > 0:
+        rotate_heads(rows, rotated, cos, sin, width=width)
     return rotated
 
 

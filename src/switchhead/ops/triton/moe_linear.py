@@ -39,6 +39,8 @@ def moe_linear(
 ) -> Tensor:
     """`moe_linear` for CUDA; differentiable once in x, weight and gates, repeatable bit for bit.
 
+    With `reduce="heads"` x may be wider than d_in, by zeros whose gradients are zero.
+
     x and weight may have any strides and any mix of float32, bfloat16 and float16: weights are cast as they are laid
     out for the kernels, so autocast needs no copy of its own.
 
@@ -75,7 +77,8 @@ def _forward(
         out = decode(x, weight, None if reduce == "none" else gates, expert_indices, dtype, per_token=per_token)
         return out.view(shape), nothing
     if reduce == "heads":
-        return _accumulate(p, x, weight, gates, expert_indices, dtype, narrow_in=True).view(shape), nothing
+        rows = x[..., : weight.shape[2]]
+        return _accumulate(p, rows, weight, gates, expert_indices, dtype, narrow_in=True).view(shape), nothing
     shared = 1 if p.per_head else p.heads
     out, kept, _ = _project(
         p, x, _prepare(p, weight, dtype, narrow_in=False), None if reduce == "none" else gates, expert_indices, dtype,
@@ -112,26 +115,25 @@ def _backward(
     width = _slot_width(p, d_in if narrow_in else d_out)
 
     if narrow_in:
-        wide = aligned_rows(grad, dtype)
+        wide, rows = aligned_rows(grad, dtype), x[..., :d_in]
         if need_x or need_gates:
-            rows = x.contiguous()
-            dot_with = rows if need_gates else None
+            dot_with = x.contiguous() if need_gates else None
             out, _, dots = _project(
                 p, wide, _prepare(p, weight, dtype, narrow_in=True), gates, expert_indices, dtype,
-                width=d_in, shared=p.heads, dot_with=dot_with,
+                width=x.shape[-1], shared=p.heads, dot_with=dot_with,
             )  # fmt: skip
             assert out is not None
             if need_x:
-                grad_x = out.view(p.tokens, p.heads, d_in)
+                grad_x = out.view(p.tokens, p.heads, x.shape[-1])
                 grad_x = grad_x if p.per_head else grad_x.sum(1)
             if dots is not None:
                 dots = dots[0] if dots.shape[0] == 1 else dots.sum(0)
                 grad_gates = dots.view(gates.shape).to(gates.dtype)
         if need_weight and p.dense:
-            spread, _ = _spread(p, x, expert_indices, gates, dtype, width)
+            spread, _ = _spread(p, rows, expert_indices, gates, dtype, width)
             return grad_x, _dense_weight_grad(wide, spread, weight, width, narrow_in=True), grad_gates
         if need_weight:
-            scaled, _ = scale_rows(x, expert_indices, gates, dtype, width=width)
+            scaled, _ = scale_rows(rows, expert_indices, gates, dtype, width=width)
     elif p.dense and reduce == "k":
         spread, dots = _spread(p, grad, expert_indices, gates, dtype, width, projected=kept if need_gates else None)
         if dots is not None:
@@ -208,7 +210,7 @@ def project_values(
 
     These are `[N, H, K - 1, width]`, since the first slot's follow from the others (see `spread_rows`), or all K where
     slots are rows of their own, and in float16, which has no exponents for sums by very small gates. `matrices` are
-    the experts as `project_blocks` wants them; `width` may be theirs, or the next multiple of 8.
+    the experts as `project_blocks` wants them; `width` may be theirs, or up to the next multiple of 16.
     """
     if p.tokens == 0:
         return tokens.new_empty(0, p.heads, width), tokens.new_empty(0, p.heads, p.k, width)
@@ -271,7 +273,7 @@ def _project(
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     """`project` for rows that are heads or slots; x has one row for `shared` heads.
 
-    `width`: columns of the results, at most the next multiple of 8; those past the experts' are zero.
+    `width`: columns of the results, at most the next multiple of 16; those past the experts' are zero.
     """
     x = aligned_rows(x, dtype)
     if p.dense_project:

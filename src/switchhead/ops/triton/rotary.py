@@ -43,27 +43,35 @@ def _rotary_table_kernel(
 
 
 def rotate_heads(
-    x: Sequence[Tensor], out: Sequence[Tensor], cos: Tensor | None, sin: Tensor | None, *, back: bool = False
+    x: Sequence[Tensor],
+    out: Sequence[Tensor],
+    cos: Tensor | None,
+    sin: Tensor | None,
+    *,
+    width: int,
+    back: bool = False,
 ) -> None:
     """Rotate as `switchhead.ops.rotary.rotate` does, queries and keys at once.
 
     Args:
         x: one or two `[N, H, d]`, of any strides.
-        out: as many matrices `[N, H * d]` or tensors `[N, H, d]`, contiguous; or one matrix of N rows, into whose
-            columns all are written side by side from the first on.
+        out: as many tensors `[N, H, width]`, contiguous, which may be x; or one matrix of N rows, into whose columns
+            all are written side by side from the first on.
         cos, sin: float32 `[R, half]`; token n stands at position n modulo R. None: only copy.
+        width: columns of a head in `out`: zeros behind d, or fewer than d, at least those that turn.
         back: turn the other way, which is the derivative.
     """
     (first, *others), (target, *other_targets) = x, out
     second, other_target = others[0] if others else None, other_targets[0] if other_targets else None
     tokens, heads, d = first.shape
     positions, half = (1, 0) if cos is None else cos.shape
-    rest = d - 2 * half
+    rest = width - 2 * half
     block = 16
     visible(_rotate_heads_kernel)[(triton.cdiv(tokens * heads, block),)](
         first, second, target, other_target, cos, sin, tokens * heads, *first.stride(),
         *((0,) * 3 if second is None else second.stride()), target.stride(0), positions,
-        heads, d, half, rest, back, block, triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)),
+        heads, d, width, half, rest, back, block,
+        triton.next_power_of_2(max(half, 1)), triton.next_power_of_2(max(rest, 1)),
     )  # fmt: skip
 
 
@@ -71,27 +79,27 @@ def rotate_heads(
 def _rotate_heads_kernel(
     first_ptr,  # [N, H, D]
     second_ptr,  # [N, H, D] or None
-    out_ptr,  # [N, >= H * D]
-    second_out_ptr,  # [N, >= H * D], or None: behind the first's columns
+    out_ptr,  # [N, >= H * WIDTH]
+    second_out_ptr,  # [N, >= H * WIDTH], or None: behind the first's columns
     cos_ptr,  # float32 [R, HALF] or None
     sin_ptr,  # float32 [R, HALF] or None
     n_rows, stride_n, stride_h, stride_d, stride_second_n, stride_second_h, stride_second_d, stride_out, n_positions,
-    H: tl.constexpr, D: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr, BACK: tl.constexpr,
-    BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
+    H: tl.constexpr, D: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr, REST: tl.constexpr,
+    BACK: tl.constexpr, BLOCK: tl.constexpr, BLOCK_HALF: tl.constexpr, BLOCK_REST: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)
     valid = (row < n_rows)[:, None]
     token, head = row // H, row % H
     sources = (first_ptr + (token * stride_n + head * stride_h)[:, None],)
     strides = (stride_d,)
-    targets = (out_ptr + (token * stride_out + head * D)[:, None],)
+    targets = (out_ptr + (token * stride_out + head * WIDTH)[:, None],)
     if second_ptr is not None:
         sources = sources + (second_ptr + (token * stride_second_n + head * stride_second_h)[:, None],)
         strides = strides + (stride_second_d,)
         if second_out_ptr is not None:
-            targets = targets + (second_out_ptr + (token * stride_out + head * D)[:, None],)
+            targets = targets + (second_out_ptr + (token * stride_out + head * WIDTH)[:, None],)
         else:
-            targets = targets + (out_ptr + (token * stride_out + (H + head) * D)[:, None],)
+            targets = targets + (out_ptr + (token * stride_out + (H + head) * WIDTH)[:, None],)
     SIDES: tl.constexpr = 1 if second_ptr is None else 2
     dtype = out_ptr.dtype.element_ty
     if HALF > 0:
@@ -112,7 +120,8 @@ def _rotate_heads_kernel(
             tl.store(targets[s] + i, (left * cos - right * sin).to(dtype), mask=inside)
             tl.store(targets[s] + HALF + i, (right * cos + left * sin).to(dtype), mask=inside)
     if REST > 0:
-        i = D - REST + tl.arange(0, BLOCK_REST)[None, :]
-        inside = valid & (i < D)
+        i = 2 * HALF + tl.arange(0, BLOCK_REST)[None, :]
+        inside = valid & (i < WIDTH)
         for s in tl.static_range(SIDES):
-            tl.store(targets[s] + i, tl.load(sources[s] + i * strides[s], mask=inside, other=0.0), mask=inside)
+            rest = tl.load(sources[s] + i * strides[s], mask=inside & (i < D), other=0.0)
+            tl.store(targets[s] + i, rest, mask=inside)
