@@ -73,8 +73,8 @@ def test_a_row_that_fails_says_why_and_the_others_follow(monkeypatch):
     assert [row.failure is None for row in rows] == [True, False, True]
     assert rows[1].failure == "RuntimeError: capture ended | badly; after OutOfMemoryError: no room"
     assert rows[1].ratio is None
-    header, _, *lines = generation_as_table(rows, twin="tiny-dense").splitlines()
-    assert "tiny-dense ms" in header
+    header, _, *lines = generation_as_table(rows).splitlines()
+    assert "| twin ms | ours ms |" in header
     assert len({line.count("|") for line in (header, *lines)}) == 1
     assert "capture ended / badly" in lines[1]
 
@@ -100,8 +100,8 @@ SIZES = ["--lengths", "4", "--prompts", "1", "--batch-sizes", "1", "--repeats", 
 def test_the_command_compares_a_recipe_with_its_dense_twin(capsys):
     assert cli.main(["bench", "generate", "tiny-switchhead", *SIZES]) == 0
     lines = capsys.readouterr().out.splitlines()
-    assert "| tiny-dense ms | ours ms |" in lines[0]
-    assert [line[: len("| prefill")] for line in lines[2:]] == ["| prefill", "| decode "]
+    assert lines[0] == "ours: tiny-switchhead, twin: tiny-dense"
+    assert [line[: len("| prefill")] for line in lines[4:]] == ["| prefill", "| decode "]
 
 
 def test_the_command_prints_json(capsys):

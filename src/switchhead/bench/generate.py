@@ -263,11 +263,11 @@ def _told(error: BaseException) -> str:
     return "; after ".join(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}" for e in chain)
 
 
-def generation_as_table(rows: Sequence[GenerationRow], *, twin: str = "twin") -> str:
+def generation_as_table(rows: Sequence[GenerationRow]) -> str:
     """Markdown: a line a row; memory in MiB."""
     lines = [
-        f"| phase | launched by | batch x length | {twin} ms | ours ms | / {twin} "
-        f"| cache: {twin} | ours | / {twin} | peak: {twin} | ours | / {twin} |",
+        "| phase | launched by | batch x length | twin ms | ours ms | / twin "
+        "| cache MiB: twin | ours | / twin | peak MiB: twin | ours | / twin |",
         "|---|---|---|---|---|---|---|---|---|---|---|---|",
     ]
     for row in rows:

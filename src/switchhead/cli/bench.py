@@ -6,7 +6,6 @@ import dataclasses
 import sys
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import Annotated, Literal, TextIO, TypeVar
 
 import tyro
@@ -168,13 +167,12 @@ class Generate:
                 ours.model, twin.model, device, dtype=self.dtype, lengths=self.lengths, prompts=self.prompts,
                 batch_sizes=self.batch_sizes, compile=self.compile == "on", repeats=self.repeats,
             )  # fmt: skip
-        as_table = partial(generation_as_table, twin=twin.name)
         if self.as_json:
-            rows = _collect(measured, as_table)
+            rows = _collect(measured, generation_as_table)
             print_json([dataclasses.asdict(row) for row in rows])
         else:
-            print(as_table([]))
-            rows = _collect(measured, as_table, sys.stdout)
+            print(f"ours: {ours.name}, twin: {twin.name}\n\n{generation_as_table([])}", flush=True)
+            rows = _collect(measured, generation_as_table, sys.stdout)
         if failed := sum(row.failure is not None for row in rows):
             raise SwitchHeadError(f"{failed} of {len(rows)} rows failed: each says why")
 
