@@ -33,6 +33,7 @@ WRITES = {
     "_relu_dropout_kernel": ({"out_ptr"},),
     "_rotary_table_kernel": ({"cos_ptr", "sin_ptr"},),
     "_rotate_heads_kernel": ({"out_ptr", "second_out_ptr"},),
+    "_route_few_kernel": ({"gates_ptr", "indices_ptr", "probabilities_ptr"},),
     "_route_kernel": ({"gates_ptr", "indices_ptr", "probabilities_ptr"},),
     "_scale_rows_kernel": ({"rows_ptr", "dots_ptr"},),
     "_score_grads_kernel": ({"score_grads_ptr"},),

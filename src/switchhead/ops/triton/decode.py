@@ -9,11 +9,19 @@ from torch import Tensor
 
 from switchhead.ops.triton.operator import visible
 
-_BLOCK_K, _BLOCK_N = 64, 64
+# A program adds up few columns, so that there are many programs, over long pieces, so that it waits seldom.
+_BLOCK_IN, _BLOCK_OUT = 1024, 16
 
 
 def decode(
-    x: Tensor, weight: Tensor, gates: Tensor | None, expert_indices: Tensor, dtype: torch.dtype, *, per_token: int
+    x: Tensor,
+    weight: Tensor,
+    gates: Tensor | None,
+    expert_indices: Tensor,
+    dtype: torch.dtype,
+    *,
+    per_token: int,
+    width: int | None = None,
 ) -> Tensor:
     """`out[i] = sum over the slots of output row i of gate * x[row of slot] @ weight[expert of slot]`.
 
@@ -22,18 +30,22 @@ def decode(
         weight: `[H or 1, E, d_in, d_out]`, any strides and float dtype; rounded to `dtype` as it is read.
         gates: `[N, H, K]` or None.
         per_token: output rows of a token: 1 (sum over heads), H (sum over k) or H * K.
+        width: columns of the result, zeros past d_out; None: d_out.
 
     Returns:
-        `[N * per_token, d_out]`.
+        `[N * per_token, width]`.
     """
     tokens, heads, k = expert_indices.shape
     d_in, d_out = weight.shape[2:]
-    out = torch.empty(tokens * per_token, d_out, dtype=dtype, device=x.device)
-    visible(_decode_kernel)[(tokens * per_token, triton.cdiv(d_out, _BLOCK_N))](
+    width = d_out if width is None else width
+    slots = heads * k // per_token
+    out = torch.empty(tokens * per_token, width, dtype=dtype, device=x.device)
+    visible(_decode_kernel)[(tokens * per_token, triton.cdiv(width, _BLOCK_OUT))](
         x, weight, None if gates is None else gates.contiguous(), expert_indices.contiguous(), out,
         x.stride(0), x.stride(1) if x.ndim == 3 else 0, x.stride(-1),
         weight.stride(0) if weight.shape[0] > 1 else 0, *weight.stride()[1:],
-        d_in, d_out, heads, k, heads * k // per_token, _BLOCK_K, _BLOCK_N,
+        d_in, d_out, width, heads, k, slots, min(_BLOCK_IN, triton.next_power_of_2(slots * d_in)), _BLOCK_OUT,
+        num_warps=8,
     )  # fmt: skip
     return out
 
@@ -44,32 +56,26 @@ def _decode_kernel(
     weight_ptr,  # [H or 1, E, D_IN, D_OUT]
     gates_ptr,  # [slots] or None
     indices_ptr,  # int [slots]
-    out_ptr,  # [rows, D_OUT]
+    out_ptr,  # [rows, WIDTH]
     stride_xn, stride_xh, stride_xd, stride_h, stride_e, stride_in, stride_out,
-    D_IN: tl.constexpr, D_OUT: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_N: tl.constexpr,
+    D_IN: tl.constexpr, D_OUT: tl.constexpr, WIDTH: tl.constexpr, H: tl.constexpr, K: tl.constexpr, SLOTS: tl.constexpr,
+    BLOCK_IN: tl.constexpr, BLOCK_OUT: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    k = tl.arange(0, BLOCK_K)
+    n = tl.program_id(1) * BLOCK_OUT + tl.arange(0, BLOCK_OUT)
     dtype = out_ptr.dtype.element_ty
-    total = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-    for s in range(0, SLOTS):
-        slot = row * SLOTS + s
-        head = slot // K % H
-        x_at = x_ptr + slot // (H * K) * stride_xn + head * stride_xh
-        weight_at = weight_ptr + head * stride_h + tl.load(indices_ptr + slot).to(tl.int64) * stride_e
-        part = tl.zeros((BLOCK_K, BLOCK_N), tl.float32)
-        for k0 in range(0, D_IN, BLOCK_K):
-            inside = k0 + k < D_IN
-            x = tl.load(x_at + (k0 + k) * stride_xd, mask=inside, other=0.0)
-            w = tl.load(
-                weight_at + (k0 + k)[:, None] * stride_in + n[None, :] * stride_out,
-                mask=inside[:, None] & (n < D_OUT)[None, :],
-                other=0.0,
-            )
-            part += x.to(dtype).to(tl.float32)[:, None] * w.to(dtype).to(tl.float32)
+    products = tl.zeros((BLOCK_IN, BLOCK_OUT), tl.float32)
+    for start in range(0, SLOTS * D_IN, BLOCK_IN):  # the inputs of all slots, one after the other
+        i = start + tl.arange(0, BLOCK_IN)
+        inside = i < SLOTS * D_IN
+        slot, k = row * SLOTS + i // D_IN, (i % D_IN).to(tl.int64)
+        token, head = slot // (H * K), slot // K % H
+        expert = tl.load(indices_ptr + slot, mask=inside, other=0).to(tl.int64)
+        x = tl.load(x_ptr + token * stride_xn + head * stride_xh + k * stride_xd, mask=inside, other=0.0)
+        x = x.to(dtype).to(tl.float32)
         if gates_ptr is not None:
-            part *= tl.load(gates_ptr + slot).to(tl.float32)
-        total += part
-    tl.store(out_ptr + row * D_OUT + n, tl.sum(total, 0).to(dtype), mask=n < D_OUT)
+            x *= tl.load(gates_ptr + slot, mask=inside, other=0.0).to(tl.float32)
+        at = weight_ptr + (head * stride_h + expert * stride_e + k * stride_in)[:, None] + n[None, :] * stride_out
+        w = tl.load(at, mask=inside[:, None] & (n < D_OUT)[None, :], other=0.0)
+        products += x[:, None] * w.to(dtype).to(tl.float32)
+    tl.store(out_ptr + row * WIDTH + n, tl.sum(products, 0).to(dtype), mask=n < WIDTH)

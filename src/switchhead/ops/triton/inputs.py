@@ -22,7 +22,7 @@ from switchhead.ops.triton.problem import Problem
 from switchhead.ops.triton.rotary import rotate_heads
 from switchhead.ops.triton.router import choose
 from switchhead.ops.triton.stack import Weights, stack_weights, unstack_weights
-from switchhead.ops.widths import pad, pad_width
+from switchhead.ops.widths import pad
 from switchhead.routing import Routing
 
 
@@ -84,8 +84,8 @@ def _project_inputs(
     if not keep and tokens.shape[0] <= DECODE_TOKENS:
         matrices = [_aligned_heads(weight, d, product_width, tokens) for weight in plain]
         rows = _project_heads(tokens, matrices, (heads, product_width), width, cos, sin)
-        out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads)
-        out = pad_width(out, width).view(-1, heads, width)
+        out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads, width=width)
+        out = out.view(-1, heads, width)
     else:
         p = Problem.of(tokens, values, expert_indices[-1])
         blocks = project_blocks(p, dtype, width)

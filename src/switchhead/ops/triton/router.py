@@ -17,6 +17,9 @@ from switchhead.ops.triton.operator import operator, visible
 
 _BLOCK_K = 64
 _SPLITS = 32  # of the tokens, in the sum that is the weights' gradient
+# Up to here a program for each token and head is done sooner than one for all of them, which waits for every step.
+_FEW_TOKENS, _FEW_EXPERTS = 16, 64
+_FEW_NUMBERS = 4096  # of the weights, that such a program holds at once
 
 
 def route(
@@ -58,12 +61,20 @@ def choose(
     if tokens == 0:
         return gates, expert_indices, probabilities
     x = x if x.stride(1) == 1 else x.contiguous()
+    dropped = None if dropped is None else dropped.contiguous()
+    written = gates, expert_indices, probabilities if softmax else None
+    padded_experts = triton.next_power_of_2(experts)
+    if tokens <= _FEW_TOKENS and padded_experts <= _FEW_EXPERTS:
+        visible(_route_few_kernel)[(tokens, heads)](
+            x, weight, dropped, *written, tokens, x.stride(0), *weight.stride(), weight.shape[2],
+            heads, experts, padded_experts, heads // sides, k, min(1024, _FEW_NUMBERS // padded_experts),
+        )  # fmt: skip
+        return gates, expert_indices, probabilities
     parts = _split_weight(x, weight)
     block = _block_m(parts.shape[1])
     few = parts.shape[1] <= 64  # with many experts, deep pipelines do not fit into shared memory
     visible(_route_kernel)[(triton.cdiv(tokens, block),)](
-        x, parts, None if dropped is None else dropped.contiguous(), gates, expert_indices,
-        probabilities if softmax else None, tokens, x.stride(0), d, parts.shape[2], parts.shape[0], heads, experts,
+        x, parts, dropped, *written, tokens, x.stride(0), d, parts.shape[2], parts.shape[0], heads, experts,
         *_padded(heads, experts), heads // sides, k, _precision(x), block,
         _BLOCK_K if few else _BLOCK_K // 2, num_warps=4, num_stages=4 if few else 2,
     )  # fmt: skip
@@ -203,7 +214,6 @@ def _route_kernel(
 ):  # fmt: skip
     WIDTH: tl.constexpr = PH * PE
     token = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    valid = token < tokens
     n = tl.arange(0, WIDTH)
     k = tl.arange(0, BLOCK_K)
     x_at = x_ptr + tl.minimum(token, tokens - 1).to(tl.int64)[:, None] * stride_x + k[None, :]
@@ -217,18 +227,57 @@ def _route_kernel(
             w = tl.load(parts_ptr + (part * WIDTH + n)[:, None] * D_PADDED + k0 + k[None, :])
             scores = tl.dot(x.to(w.dtype), w.T, scores, input_precision=PRECISION)
 
-    scores = tl.reshape(scores, (BLOCK_M, PH, PE))
-    h = tl.arange(0, PH)[None, :, None]
+    _choose_best(
+        tl.reshape(scores, (BLOCK_M, PH, PE)), token, tl.arange(0, PH), tokens,
+        dropped_ptr, gates_ptr, indices_ptr, probabilities_ptr, H, E, PE, SIDE, K,
+    )  # fmt: skip
+
+
+@triton.jit(do_not_specialize=["tokens"])
+def _route_few_kernel(
+    x_ptr,  # [tokens, D]
+    weight_ptr,  # any float dtype [H, E, D]
+    dropped_ptr,  # bool [tokens, H, E] or None
+    gates_ptr,  # float32 [H / SIDE, tokens, SIDE, K]
+    indices_ptr,  # int32 [H / SIDE, tokens, SIDE, K]
+    probabilities_ptr,  # float32 [tokens, H, E] or None
+    tokens, stride_x, stride_h, stride_e, stride_d, D,
+    H: tl.constexpr, E: tl.constexpr, PE: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr, BLOCK_K: tl.constexpr,
+):  # fmt: skip
+    """A program for each token and head, which reads that head's weights as they are."""
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    e = tl.arange(0, PE)[:, None]
+    products = tl.zeros((PE, BLOCK_K), tl.float32)
+    for k0 in range(0, D, BLOCK_K):
+        k = (k0 + tl.arange(0, BLOCK_K))[None, :]
+        x = tl.load(x_ptr + token * stride_x + k, mask=k < D, other=0.0)
+        at = weight_ptr + head.to(tl.int64) * stride_h + e.to(tl.int64) * stride_e + k.to(tl.int64) * stride_d
+        products += x.to(tl.float32) * tl.load(at, mask=(e < E) & (k < D), other=0.0).to(tl.float32)
+    _choose_best(
+        tl.sum(products, 1)[None, None, :], token + tl.arange(0, 1), head + tl.arange(0, 1), tokens,
+        dropped_ptr, gates_ptr, indices_ptr, probabilities_ptr, H, E, PE, SIDE, K,
+    )  # fmt: skip
+
+
+@triton.jit
+def _choose_best(
+    scores,  # float32 [tokens here, heads here, PE]
+    token,  # int [tokens here]
+    head,  # int [heads here]
+    tokens, dropped_ptr, gates_ptr, indices_ptr, probabilities_ptr,
+    H: tl.constexpr, E: tl.constexpr, PE: tl.constexpr, SIDE: tl.constexpr, K: tl.constexpr,
+):  # fmt: skip
+    token, head = token.to(tl.int64)[:, None], head[None, :]
+    inside = (token < tokens) & (head < H)
     e = tl.arange(0, PE)[None, None, :]
-    row = token.to(tl.int64)[:, None, None] * H + h
-    exists = (h < H) & (e < E)
+    at = (token * H + head)[:, :, None] * E + e
+    exists = inside[:, :, None] & (e < E)
     # Least of all but -inf, which marks experts already taken and padding: a score of -inf, or one that is not a
     # number, must lead neither to an index out of range nor to an expert that is chosen twice.
     LEAST: tl.constexpr = -3.0e38
     allowed = scores == scores
     if dropped_ptr is not None:
-        out = tl.load(dropped_ptr + row * E + e, mask=valid[:, None, None] & exists, other=0)
-        allowed = allowed & (out == 0)
+        allowed = allowed & (tl.load(dropped_ptr + at, mask=exists, other=0) == 0)
     left = tl.where(allowed, tl.maximum(scores, LEAST), LEAST)
     left = tl.where(e < E, left, float("-inf"))
     if probabilities_ptr is not None:
@@ -236,11 +285,8 @@ def _route_kernel(
         exponentials = tl.where(left > LEAST, tl.exp(left - top[:, :, None]), 0.0)
         total = tl.sum(exponentials, 2)
         total = tl.where(total > 0, total, 1.0)
-        probabilities = exponentials / total[:, :, None]
-        tl.store(probabilities_ptr + row * E + e, probabilities, mask=valid[:, None, None] & exists)
-    head = tl.arange(0, PH)[None, :]
-    slot = ((head // SIDE * tokens + token.to(tl.int64)[:, None]) * SIDE + head % SIDE) * K
-    inside = valid[:, None] & (head < H)
+        tl.store(probabilities_ptr + at, exponentials / total[:, :, None], mask=exists)
+    slot = ((head // SIDE * tokens + token) * SIDE + head % SIDE) * K
     for j in tl.static_range(K):
         best, expert = tl.max(left, 2, return_indices=True, return_indices_tie_break_left=True)
         if probabilities_ptr is not None:
