@@ -1,6 +1,8 @@
 import pytest
 import torch
 from torch._dynamo.utils import counters
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from transformers import CompileConfig, DynamicCache, StaticCache
 
 from switchhead.hf.compat import CACHE_NAME
@@ -99,6 +101,32 @@ def test_a_cache_of_fixed_size_works_without_generate(attention, positions):
         pieces.append(model(tokens[:, start:end], mask[:, :end], cache=cache).logits)
     real = mask.bool()
     assert relative_error(torch.cat(pieces, dim=1)[real], model(tokens, mask).logits[real]) < 1e-12
+
+
+class MaskOperations(TorchDispatchMode):
+    """Counts operations that read or make booleans: masks, in a model without dropout or routing by threshold."""
+
+    count = 0
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        result = function(*args, **kwargs or {})
+        tensors = [leaf for leaf in tree_leaves((args, kwargs, result)) if isinstance(leaf, torch.Tensor)]
+        self.count += any(tensor.dtype == torch.bool for tensor in tensors)
+        return result
+
+
+@pytest.mark.parametrize("attention", ["switchhead", "mha"])
+@torch.no_grad()
+def test_masks_of_a_token_behind_a_cache_of_fixed_size_are_made_once_for_all_layers(attention):
+    counts = []
+    for n_layers in (1, 3):
+        model = lively_model(small_config(attention, num_hidden_layers=n_layers))
+        cache = StaticCache(config=model.config, max_cache_len=20)
+        model(random_tokens(2, 5), cache=cache)
+        with MaskOperations() as operations:
+            model(random_tokens(2, 1), cache=cache)
+        counts.append(operations.count)
+    assert counts[0] == counts[1] > 0
 
 
 @pytest.mark.parametrize("attention", ["switchhead", "moa"])

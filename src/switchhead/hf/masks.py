@@ -8,6 +8,8 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import Cache
 
+from switchhead.ops.attention import SharedMask, share_mask
+
 
 def layer_masks(
     attention_mask: Tensor | None,
@@ -16,7 +18,8 @@ def layer_masks(
     memory_length: int,
     cache: Cache | None,
     device: torch.device,
-) -> dict[str, Tensor | None]:
+    dtype: torch.dtype,
+) -> dict[str, Tensor | SharedMask | None]:
     """`key_padding_mask` and `attn_mask` for the attention layers.
 
     Plain causal attention gets neither, so that its fast path stays open: a mask without padding is dropped.
@@ -28,17 +31,22 @@ def layer_masks(
         memory_length: M, tokens in front of the input.
         cache: keys and values of earlier calls, not yet holding the input.
         device: where the masks are needed.
+        dtype: of the queries; what a cache of fixed size needs is made once for all layers.
 
     Raises:
         ValueError: a mask whose length fits neither.
     """
+    fixed = cache if cache is not None and cache.is_compileable else None
     if attention_mask is not None and attention_mask.ndim == 4:
         expanded = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
-        return {"key_padding_mask": None, "attn_mask": expanded}
+        return {"key_padding_mask": None, "attn_mask": expanded if fixed is None else share_mask(expanded, dtype)}
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must have 2 or 4 dimensions; got {tuple(attention_mask.shape)}")
-    if cache is not None and cache.is_compileable:
-        return {"key_padding_mask": None, "attn_mask": fixed_cache_mask(attention_mask, n_queries, cache, device)}
+    if fixed is not None:
+        ignored = fixed_cache_mask(attention_mask, n_queries, fixed, device)
+        # Without padding a query sees itself at least.
+        shared = share_mask(ignored, dtype, may_be_blind=attention_mask is not None)
+        return {"key_padding_mask": None, "attn_mask": shared}
     if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
         return {"key_padding_mask": None, "attn_mask": None}
     ignored = attention_mask == 0

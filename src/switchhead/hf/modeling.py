@@ -172,6 +172,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
             memory_length=0 if memory is None else memory[0].shape[1],
             cache=cache,
             device=hidden.device,
+            dtype=hidden.dtype,
         )
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         weights = self.config.aux_loss_weights if self.training else {}

@@ -14,7 +14,7 @@ from switchhead.nn.linear import Linear
 from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Rotary
 from switchhead.nn.projections import project_positions
-from switchhead.ops.attention import Masks, attend
+from switchhead.ops.attention import Masks, SharedMask, attend
 from switchhead.ops.packed import packed_attention
 from switchhead.ops.relative import relative_attention
 from switchhead.ops.widths import aligned_width, pad_width
@@ -75,7 +75,7 @@ def average_values(
     qk_norm: QKNorm | None,
     crossed: bool,
     key_padding_mask: Bool[Tensor, "batch S"] | None,
-    attn_mask: Tensor | None,
+    attn_mask: Tensor | SharedMask | None,
     position_ids: Int[Tensor, "*batch T"] | None,
     cache: Cache | None,
     cu_seqlens: Int[Tensor, " documents+1"] | None,
@@ -104,9 +104,11 @@ def average_values(
     scale = 1 / math.sqrt(d_head)
     if cu_seqlens is not None:
         return packed_attention(q, k, v, cu_seqlens=cu_seqlens, scale=scale)
-    masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
     if relative is None:
-        return attend(q, k, v, scale=scale, **masks)
+        return attend(q, k, v, scale=scale, causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
+    if isinstance(attn_mask, SharedMask):
+        raise ValueError("relative positions take an attn_mask as a tensor, not as a SharedMask")
+    masks = Masks(causal=causal, key_padding_mask=key_padding_mask, attn_mask=attn_mask)
     r = project_positions(relative.projection, q, k, d_head, causal=causal)  # [H, R, d]
     content, position = (
         None if bias is None else pad_width(bias, q.shape[-1])

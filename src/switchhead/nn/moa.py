@@ -25,6 +25,7 @@ from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import behind_memory, project_experts, project_heads
 from switchhead.nn.regularizers import cv_loss, router_z_loss, switch_loss
 from switchhead.nn.router import Router
+from switchhead.ops.attention import SharedMask
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.router import Gating
 from switchhead.ops.widths import aligned_width, pad_width
@@ -120,7 +121,7 @@ class MoAAttention(nn.Module):
         context: Float[Tensor, "batch S d_model"] | None = None,
         memory: Float[Tensor, "batch M d_model"] | None = None,
         key_padding_mask: Bool[Tensor, "batch S"] | None = None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | SharedMask | None = None,
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
         cu_seqlens: Int[Tensor, " documents+1"] | None = None,

@@ -23,6 +23,7 @@ from switchhead.nn.norm import QKNorm
 from switchhead.nn.positions import Positions, Relative, as_positions
 from switchhead.nn.projections import behind_memory, project_heads, project_output
 from switchhead.nn.router import Router
+from switchhead.ops.attention import SharedMask
 from switchhead.ops.widths import aligned_width, pad_width
 
 
@@ -99,7 +100,7 @@ class MultiHeadAttention(nn.Module):
         context: Float[Tensor, "batch S d_model"] | None = None,
         memory: Float[Tensor, "batch M d_model"] | None = None,
         key_padding_mask: Bool[Tensor, "batch S"] | None = None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | SharedMask | None = None,
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
         cu_seqlens: Int[Tensor, " documents+1"] | None = None,

@@ -32,6 +32,7 @@ from switchhead.nn.projections import (
     require,
 )
 from switchhead.nn.router import Router, check_choice
+from switchhead.ops.attention import SharedMask
 from switchhead.ops.moe_linear import Backend
 from switchhead.ops.router import Gating
 from switchhead.ops.widths import aligned_width, pad_width
@@ -146,7 +147,7 @@ class SwitchHeadAttention(nn.Module):
         context: Float[Tensor, "batch S d_model"] | None = None,
         memory: Float[Tensor, "batch M d_model"] | None = None,
         key_padding_mask: Bool[Tensor, "batch S"] | None = None,
-        attn_mask: Tensor | None = None,
+        attn_mask: Tensor | SharedMask | None = None,
         position_ids: Int[Tensor, "*batch T"] | None = None,
         cache: Cache | None = None,
         cu_seqlens: Int[Tensor, " documents+1"] | None = None,

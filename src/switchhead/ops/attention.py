@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypedDict
+from typing import NamedTuple, TypedDict
 
 import torch
 from jaxtyping import Bool, Float
@@ -13,12 +13,45 @@ from switchhead.ops.dtypes import cast_together
 from switchhead.ops.widths import aligned_width, pad_width
 
 
+class SharedMask(NamedTuple):
+    """A mask as kernels take it, made by `share_mask` once for all layers of a model.
+
+    Attributes:
+        added: to the scores: 0, or minus infinity where a query may not attend. Rows of blind queries are 0, for some
+            kernels would give NaN.
+        blind: queries that see nothing, whose result is zero; None where there are none.
+    """
+
+    added: Float[Tensor, "batch_or_1 heads_or_1 T S"]
+    blind: Bool[Tensor, "batch_or_1 heads_or_1 T 1"] | None
+
+
 class Masks(TypedDict):
     """What may not be seen; the arguments of `attend` and `relative_attention` of these names."""
 
     causal: bool
     key_padding_mask: Tensor | None
     attn_mask: Tensor | None
+
+
+def share_mask(attn_mask: Tensor, dtype: torch.dtype, *, may_be_blind: bool = True) -> SharedMask:
+    """The `attn_mask` of several calls of `attend`, which has nothing left to do for it.
+
+    Args:
+        attn_mask: `[B or 1, H or 1, T, S]`, as in `attend`.
+        dtype: of the queries.
+        may_be_blind: whether there can be queries that see nothing; False saves looking for them.
+    """
+    if attn_mask.dtype == torch.bool:
+        ignored = attn_mask
+        added = torch.zeros(ignored.shape, dtype=dtype, device=ignored.device).masked_fill(ignored, -torch.inf)
+    else:
+        added = attn_mask.to(dtype)
+        ignored = added == -torch.inf  # asked here: the least float32 is minus infinity in 16 bits
+    if not may_be_blind:
+        return SharedMask(added, None)
+    blind = ignored.all(-1, keepdim=True)
+    return SharedMask(added.masked_fill(blind, 0.0), blind)
 
 
 def attend(
@@ -29,7 +62,7 @@ def attend(
     scale: float,
     causal: bool,
     key_padding_mask: Bool[Tensor, "batch S"] | None = None,
-    attn_mask: Tensor | None = None,
+    attn_mask: Tensor | SharedMask | None = None,
     bias: Float[Tensor, "batch heads T S"] | None = None,
 ) -> Float[Tensor, "batch heads T d_v"]:
     """`softmax(scale q k^T + bias) v` over the keys that causality and masks leave; zeros where none is left.
@@ -43,6 +76,7 @@ def attend(
         causal: queries, aligned to the last keys, see no later ones.
         key_padding_mask: True = ignore the key.
         attn_mask: `[T, S]`, `[B*H, T, S]` or `[B, 1 or H, T, S]`; boolean True = ignore, float = added to the scores.
+            A `SharedMask` is all that masks: `causal`, `key_padding_mask` and `bias` do not go with it.
         bias: added to the scores.
 
     Raises:
@@ -56,13 +90,18 @@ def attend(
         is_causal = False if n_queries == 1 else causal  # a bool, also where lengths are traced as symbols
         y = F.scaled_dot_product_attention(q, k, v, is_causal=is_causal, scale=scale, enable_gqa=gqa)
         return y[..., :width]
-    blocked, added = _combine_masks(q, k, causal, key_padding_mask, attn_mask, bias)
-    # A row that sees nothing would be NaN on some kernels: let it see everything, and return zeros.
-    blind = blocked.all(-1, keepdim=True)  # [., ., T, 1]
-    blocked = blocked & ~blind
-    mask = ~blocked if added is None else added.masked_fill(blocked, -torch.inf)
-    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)
-    return y[..., :width].masked_fill(blind, 0.0)
+    if isinstance(attn_mask, SharedMask):
+        if causal or key_padding_mask is not None or bias is not None:
+            raise ValueError("a SharedMask does not go with causal, key_padding_mask or bias: put them into it")
+        mask = _as_four_dimensions(attn_mask.added.to(q.dtype), q.shape[0], q.shape[1], n_queries, n_keys)
+        blind = attn_mask.blind
+    else:
+        blocked, added = _combine_masks(q, k, causal, key_padding_mask, attn_mask, bias)
+        # A row that sees nothing would be NaN on some kernels: let it see everything, and return zeros.
+        blind = blocked.all(-1, keepdim=True)  # [., ., T, 1]
+        mask = blocked == blind if added is None else added.masked_fill(blocked & ~blind, -torch.inf)
+    y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scale, enable_gqa=gqa)[..., :width]
+    return y if blind is None else y.masked_fill(blind, 0.0)
 
 
 def _combine_masks(
