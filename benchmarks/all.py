@@ -75,6 +75,7 @@ STEPS = (
     ),
     Step("packed documents", 60, [python("benchmarks/attention/packed.py")]),
     Step("widths of heads", 30, [python("benchmarks/attention/widths.py")]),
+    Step("structured sparsity", 30, [python("benchmarks/kernels/sparsity.py")]),
 )
 
 

@@ -2,8 +2,14 @@ import pytest
 import torch
 
 from switchhead.ops import router as reference
+from switchhead.ops.triton import router as module
 from switchhead.ops.triton.router import _route, _route_backward, route
 from tests.helpers import check_operator, gradients, of_other_strides, relative_error
+
+
+@pytest.fixture(autouse=True, params=["tiles of tokens", "a program for each token and head"])
+def kernel(request, monkeypatch):
+    monkeypatch.setattr(module, "_FEW_TOKENS", 0 if request.param == "tiles of tokens" else 100)
 
 
 def operands(tokens=20, heads=2, experts=4, d_model=48, *, dtype=torch.float32, device="cpu"):
