@@ -52,16 +52,24 @@ def test_ranks_compute_what_one_process_does(zygote, alone, tmp_path, ranks, par
         }
 
 
-# Windows of 6 tokens: one for three ranks, or four, of which the first rank has two.
+# Windows of 6 tokens: one for three ranks, or four, of which the first has two. Lanes: two, for two ranks or three.
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [4, 20])
+@pytest.mark.parametrize(
+    ("kind", "ranks", "text"),
+    [
+        ("rotary", 3, {"validation_tokens": 4}),
+        ("rotary", 3, {"validation_tokens": 20}),
+        ("relative", 2, {"validation_fraction": 0.5}),
+        ("relative", 3, {"validation_fraction": 0.5}),
+    ],
+)
 @pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
-def test_a_validation_is_split_over_ranks_and_the_same_every_time(zygote, tmp_path, parallel, tokens):
-    order = {"model": EXACT, "training": {**SHORT, "eval_every": 1, "validation_tokens": tokens}}
+def test_a_validation_is_split_over_ranks_and_the_same_every_time(zygote, tmp_path, parallel, kind, ranks, text):
+    order = {"kind": kind, "model": EXACT, "training": {**SHORT, "eval_every": 1, **text}}
     zygote.train(tmp_path / "alone", **order)
     for name in ("run", "again"):
-        answers = zygote.train_on_ranks(tmp_path / name, ranks=3, parallel=parallel, **order)
-        assert answers == [{"status": 0, "step": 3, "finished": True}] * 3
+        answers = zygote.train_on_ranks(tmp_path / name, ranks=ranks, parallel=parallel, **order)
+        assert answers == [{"status": 0, "step": 3, "finished": True}] * ranks
     for name in ("validation_loss", "validation_bits_per_byte"):
         found = measured(tmp_path / "run", name)
         assert found == pytest.approx(measured(tmp_path / "alone", name), rel=2e-5)

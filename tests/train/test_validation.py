@@ -6,15 +6,14 @@ from dataclasses import dataclass
 
 import numpy as np
 import pytest
-import torch
 
 from switchhead.data import ByteVocabulary
 from switchhead.eval import score_tokens
 from switchhead.hf import SwitchHeadConfig, SwitchHeadForCausalLM
 from switchhead.train.distributed import World
-from switchhead.train.validation import validate
 
 CHUNK = 6
+LANE = 16 * CHUNK  # a lane has at least so many tokens
 MEMORY = {"positions": "relative", "memory_length": 12}
 
 
@@ -43,31 +42,35 @@ class Ranks(World):
         return self.add(values)
 
 
-def validate_on_ranks(model, text, *, size, batch_size=4):
+def score_on_ranks(model, text, *, size, batch_size=4):
     """Every rank's result, and the shapes of its forward passes."""
-    score = functools.partial(validate, vocabulary=ByteVocabulary(), text=text, chunk_length=CHUNK)
+    score = functools.partial(score_tokens, vocabulary=ByteVocabulary(), tokens=text, chunk_length=CHUNK)
     summands, results, shapes = [], [], []
     for rank in range(size):
-        world = Ranks(rank, size, add=lambda values: summands.append(values) or values)
-        score(copy.deepcopy(model), batch_size=batch_size, world=world, report=lambda share: None)
+        ranks = Ranks(rank, size, add=lambda values: summands.append(values) or values)
+        score(copy.deepcopy(model), batch_size=batch_size, ranks=ranks)
     for rank in range(size):
-        world, own = Ranks(rank, size, add=lambda values: np.sum(summands, axis=0).tolist()), copy.deepcopy(model)
+        ranks, own = Ranks(rank, size, add=lambda values: np.sum(summands, axis=0).tolist()), copy.deepcopy(model)
         read = []
         own.register_forward_pre_hook(
             lambda module, args, arguments, read=read: read.append(tuple(arguments["input_ids"].shape)),
             with_kwargs=True,
         )
-        results.append(score(own, batch_size=batch_size, world=world, report=lambda share: None))
+        results.append(score(own, batch_size=batch_size, ranks=ranks))
         shapes.append(read)
     return results, shapes
 
 
-@pytest.mark.parametrize("n_scored", [1, 5, CHUNK, 4 * CHUNK, 100])
+WINDOWS = [({}, n_scored) for n_scored in (1, 5, CHUNK, 4 * CHUNK, 100)]
+LANES = [(MEMORY, n_scored) for n_scored in (5, 3 * LANE, 3 * LANE + 7)]
+
+
+@pytest.mark.parametrize(("changes", "n_scored"), WINDOWS + LANES)
 @pytest.mark.parametrize("size", [2, 3, 8])
-def test_ranks_score_what_one_does_whatever_their_number(make_model, n_scored, size):
-    model, text = make_model(), text_of(n_scored)
+def test_ranks_score_what_one_does_whatever_their_number(make_model, changes, n_scored, size):
+    model, text = make_model(**changes), text_of(n_scored)
     expected = score_tokens(model, ByteVocabulary(), text, chunk_length=CHUNK, batch_size=4)
-    results, _ = validate_on_ranks(model, text, size=size)
+    results, _ = score_on_ranks(model, text, size=size)
     for result in results:
         assert result == results[0]
         assert (result.tokens, result.bytes) == (n_scored, n_scored)
@@ -75,44 +78,31 @@ def test_ranks_score_what_one_does_whatever_their_number(make_model, n_scored, s
         assert (result.standard_error is None) == (n_scored <= CHUNK)
         assert result.ends.tolist() == expected.ends.tolist()
         np.testing.assert_allclose(result.deviations, expected.deviations, rtol=0, atol=1e-12)
-    assert validate_on_ranks(model, text, size=size)[0] == results
+    assert score_on_ranks(model, text, size=size)[0] == results
 
 
-def test_every_rank_scores_its_share_of_the_windows_and_runs_as_many_forward_passes(make_model):
-    # 9 windows, of which 4 ranks read 4 at once: 3, 2, 2 and 2 of them, one by one, and one that does not count.
-    _, shapes = validate_on_ranks(make_model(), text_of(9 * CHUNK - 2), size=4)
-    window, end = (1, CHUNK), (1, CHUNK - 2)
-    assert shapes == [[window] * 3, [window] * 3, [window] * 3, [window, end, window]]
-    _, shapes = validate_on_ranks(make_model(), text_of(9 * CHUNK), size=2)
-    assert shapes == [[(2, CHUNK), (2, CHUNK), (1, CHUNK)], [(2, CHUNK), (2, CHUNK), (1, CHUNK)]]
-    _, shapes = validate_on_ranks(make_model(), text_of(CHUNK - 1), size=3)
-    assert shapes == [[(1, CHUNK - 1)]] * 3  # one window: two ranks have none
+def test_every_rank_reads_its_share_of_each_batch_of_windows_or_one_that_does_not_count(make_model):
+    one, two, end = (1, CHUNK), (2, CHUNK), (1, CHUNK - 2)
+    _, shapes = score_on_ranks(make_model(), text_of(9 * CHUNK - 2), size=3)
+    assert shapes == [[two, two, end], [one, one, end], [one, one, end]]
+    _, shapes = score_on_ranks(make_model(), text_of(CHUNK - 2), size=2)
+    assert shapes == [[end]] * 2
 
 
-def test_a_text_of_lanes_is_scored_whole_by_every_rank(make_model):
-    model, text = make_model(**MEMORY), text_of(200)
-    expected = score_tokens(model, ByteVocabulary(), text, chunk_length=CHUNK, batch_size=2)
-    results, shapes = validate_on_ranks(model, text, size=3, batch_size=2)
-    assert results == [expected] * 3
-    assert shapes[0] == shapes[1] == shapes[2]
-    assert sum(rows * length for rows, length in shapes[0]) == 200
+def test_every_rank_reads_its_share_of_the_lanes_or_one_that_does_not_count(make_model):
+    model, text = make_model(**MEMORY), text_of(3 * LANE)
+    one, two = (1, CHUNK), (2, CHUNK)
+    assert score_on_ranks(model, text, size=2)[1] == [[two] * 16, [one] * 16]
+    assert score_on_ranks(model, text, size=4)[1] == [[one] * 16] * 4
 
 
 @pytest.mark.parametrize("changes", [{}, MEMORY])
 @pytest.mark.parametrize("size", [1, 3])
 def test_a_validation_tells_how_far_it_is_up_to_its_end(make_model, changes, size):
     shares = []
-    world = Ranks(0, size, add=lambda values: values)
-    with torch.no_grad():
-        validate(
-            make_model(**changes),
-            ByteVocabulary(),
-            text_of(100),
-            chunk_length=CHUNK,
-            batch_size=3,
-            world=world,
-            report=shares.append,
-        )
+    ranks = Ranks(0, size, add=lambda values: values)
+    options = {"chunk_length": CHUNK, "batch_size": 3, "ranks": ranks, "report": shares.append}
+    score_tokens(make_model(**changes), ByteVocabulary(), text_of(100), **options)
     assert len(shares) > 3
     assert shares == sorted(set(shares))
     assert shares[-1] == 1

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 import torch.nn.functional as F
+from jaxtyping import Float, Int
 from torch import Tensor
 from transformers import PreTrainedModel
 
@@ -21,6 +22,18 @@ from switchhead.eval.reading import context_length, default_batch_tokens, evalua
 from switchhead.eval.results import standard_error
 
 IGNORED = -100  # target that cross_entropy leaves out
+
+
+class Ranks(Protocol):
+    """Processes that score a text together, seen from one of them."""
+
+    def share(self, rows: int) -> range:
+        """The rows of a batch that this process takes; those of all are the batch."""
+        ...
+
+    def sum(self, values: Sequence[float]) -> list[float]:
+        """Sums over all processes, the same on each."""
+        ...
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -125,6 +138,8 @@ def score_tokens(
     chunk_length: int,
     batch_size: int,
     stride: int | None = None,
+    ranks: Ranks | None = None,
+    report: Callable[[float], None] | None = None,
 ) -> Evaluation:
     """Score every token but the first by those before it, under the autocast that is active.
 
@@ -134,27 +149,33 @@ def score_tokens(
     score their last `stride` tokens only. The last, shorter chunk is scored like the others.
 
     Args:
-        model: any causal language model.
+        model: any causal language model; the same on all ranks, or its shards.
         vocabulary: counts bytes and words.
         tokens: at least two, the first of them a beginning token where the vocabulary has one.
         chunk_length: tokens read at once.
-        batch_size: lanes, or windows read side by side.
+        batch_size: lanes, or windows read side by side; by all ranks together.
         stride: tokens from one window to the next; default: `chunk_length`.
+        ranks: processes that score the text together, each its share of every batch; all have to ask, and each gets the
+            score of the whole text. More of them change it only as far as smaller batches are rounded differently.
+        report: told after each batch what share of the tokens is scored, up to 1.
 
     Raises:
         ValueError: a setting out of its range, or too few tokens.
     """
     stride = chunk_length if stride is None else stride
     _check(model, tokens, chunk_length=chunk_length, stride=stride, batch_size=batch_size)
-    with evaluating(model):
-        if memory_length(model):
-            scored = _chunks_of_lanes(model, tokens, chunk_length, batch_size)
-        else:
-            scored = _windows(model, tokens, chunk_length, stride, batch_size)
-        chunks = list(tracked(scored, total=len(tokens) - 1, size=lambda part: int(part[2].sum()), unit="tokens"))
-    starts, sums, counts = (np.concatenate(parts) for parts in zip(*chunks, strict=True))
-    starts, sums, counts = starts[counts > 0], sums[counts > 0], counts[counts > 0]
     n_scored = len(tokens) - 1
+    if memory_length(model):
+        batches = _lanes(tokens, chunk_length, batch_size)
+    else:
+        batches = _windows(tokens, chunk_length, stride, batch_size)
+    with evaluating(model):
+        scored = _score(model, batches, ranks)
+        scored = tracked(scored, total=n_scored, size=lambda part: int(part[2].sum()), unit="tokens", report=report)
+        starts, sums, counts = (np.concatenate(parts) for parts in zip(*scored, strict=True))
+    if ranks is not None:
+        sums = np.array(ranks.sum(sums.tolist()))
+    starts, sums, counts = starts[counts > 0], sums[counts > 0], counts[counts > 0]
     assert counts.sum() == n_scored
     loss = sums.sum() / n_scored
     in_order = np.argsort(starts)  # lanes are read side by side
@@ -182,26 +203,21 @@ def _check(model: PreTrainedModel, tokens: TokenArray, *, chunk_length: int, str
         raise ValueError(f"{len(tokens)} tokens: nothing to score, every token but the first is")
 
 
-# Both yield, batch by batch, where chunks start, their summed losses in nats, and their numbers of scored tokens.
-_Sums = Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]
+# Batch by batch: where the chunks of its rows start, their inputs, and their targets.
+_Batches = Iterator[tuple[np.ndarray, Int[Tensor, "rows T"], Int[Tensor, "rows T"]]]
 
 
-def _chunks_of_lanes(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, batch_size: int) -> _Sums:
+def _lanes(tokens: TokenArray, chunk_length: int, batch_size: int) -> _Batches:
     n_scored = len(tokens) - 1
     n_lanes = count_lanes(n_scored, chunk_length, batch_size)
     lane_length = math.ceil(n_scored / n_lanes)
     ends = np.minimum(np.arange(1, n_lanes + 1) * lane_length, n_scored)
-    memory = None
     for offset in range(0, lane_length, chunk_length):
         starts = np.arange(n_lanes) * lane_length + offset
-        length = min(chunk_length, lane_length - offset)
-        inputs, targets = _pieces(tokens, starts, ends, length)
-        output = model(input_ids=inputs.to(model.device), memory=memory)
-        memory = output.memory
-        yield starts, *_sums(output.logits, targets)
+        yield starts, *_pieces(tokens, starts, ends, min(chunk_length, lane_length - offset))
 
 
-def _windows(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, stride: int, batch_size: int) -> _Sums:
+def _windows(tokens: TokenArray, chunk_length: int, stride: int, batch_size: int) -> _Batches:
     n_scored = len(tokens) - 1
     n_windows = 1 + math.ceil(max(0, n_scored - chunk_length) / stride)
     for first in range(0, n_windows, batch_size):
@@ -209,7 +225,7 @@ def _windows(model: PreTrainedModel, tokens: TokenArray, chunk_length: int, stri
         length = min(chunk_length, n_scored - starts[0])
         inputs, targets = _pieces(tokens, starts, np.full_like(starts, n_scored), length)
         targets[(starts > 0).nonzero()[0], : chunk_length - stride] = IGNORED  # the window before has scored them
-        yield starts, *_sums(model(input_ids=inputs.to(model.device)).logits, targets)
+        yield starts, inputs, targets
 
 
 def _pieces(tokens: TokenArray, starts: np.ndarray, ends: np.ndarray, length: int) -> tuple[Tensor, Tensor]:
@@ -224,12 +240,32 @@ def _pieces(tokens: TokenArray, starts: np.ndarray, ends: np.ndarray, length: in
     return inputs, targets.masked_fill(torch.from_numpy(beyond), IGNORED)
 
 
-def _sums(logits: Tensor, targets: Tensor) -> tuple[np.ndarray, np.ndarray]:
+def _score(
+    model: PreTrainedModel, batches: _Batches, ranks: Ranks | None
+) -> Iterator[tuple[np.ndarray, np.ndarray, np.ndarray]]:
+    """Batch by batch: where chunks start, their nats (0 for those of other ranks), their numbers of scored tokens.
+
+    A sharded model needs all ranks in each forward pass: one without rows reads the first, which does not count.
+    """
+    state = {}
+    for starts, inputs, targets in batches:
+        share = range(len(starts)) if ranks is None else ranks.share(len(starts))
+        own = slice(share.start, share.stop) if share else slice(1)
+        output = model(input_ids=inputs[own].to(model.device), **state)
+        if memory_length(model):
+            state = {"memory": output.memory}
+        sums = np.zeros(len(starts))
+        if share:
+            sums[own] = _sums(output.logits, targets[own])
+        yield starts, sums, (targets != IGNORED).sum(dim=1).numpy()
+
+
+def _sums(logits: Float[Tensor, "rows T vocab"], targets: Int[Tensor, "rows T"]) -> np.ndarray:
+    """Nats of every row."""
     targets = targets.to(logits.device)
     logits = logits if logits.dtype == torch.float64 else logits.float()
     losses = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED, reduction="none")
-    sums, counts = losses.view_as(targets).double().sum(dim=1), (targets != IGNORED).sum(dim=1)
-    return sums.cpu().numpy(), counts.cpu().numpy()
+    return losses.view_as(targets).double().sum(dim=1).cpu().numpy()
 
 
 def _exp(nats: float) -> float:

@@ -19,7 +19,7 @@ from typing import Any
 
 from switchhead.data import Batches, Corpus, LaneBatches, TokenArray, Vocabulary, WindowBatches, open_corpus
 from switchhead.errors import CheckpointError, DataError, RunError, TrainingError
-from switchhead.eval.perplexity import Evaluation
+from switchhead.eval.perplexity import Evaluation, score_tokens
 from switchhead.hf import SwitchHeadConfig
 from switchhead.runs import Checkpoint, RunDirectory, choose_device, newest_checkpoint, open_run, read_checkpoint
 from switchhead.train.checkpoint import write_checkpoint
@@ -31,7 +31,6 @@ from switchhead.train.progress import ProgressDisplay, make_progress, say
 from switchhead.train.run import compare_ranks, create_run, describe_run, lock_run, reopen_run
 from switchhead.train.trackers import Service, Tracker, load_service
 from switchhead.train.trainer import StepMetrics, Trainer
-from switchhead.train.validation import validate
 
 logger = logging.getLogger(__name__)
 
@@ -255,13 +254,13 @@ class _Session:
         if self.training.validation_tokens is not None:
             text = text[: self.training.validation_tokens + 1]  # the first one follows nothing, and is not scored
         with self.trainer.autocast(), self.trainer.parallelism.eager():
-            return validate(
+            return score_tokens(
                 self.trainer.model,
                 vocabulary,
                 text,
                 chunk_length=self.training.chunk_length,
                 batch_size=self.training.batch_size,
-                world=self.world,
+                ranks=self.world,
                 report=functools.partial(display.validating, self.trainer.step),
             )
 
