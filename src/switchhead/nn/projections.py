@@ -1,7 +1,7 @@
 """Projections into and out of attention, in widths that kernels handle well.
 
 On a GPU a matmul or attention kernel of an odd width can cost three times that of the next multiple of 8. So tokens,
-weights and heads are padded with zeros on the way in; no result and no parameter changes.
+weights and heads are padded with zeros on the way in (see `switchhead.ops.widths`); no result and no parameter changes.
 """
 
 from __future__ import annotations

@@ -11,6 +11,7 @@ from torch import Tensor
 from switchhead.ops import gated, grouped, reference
 from switchhead.ops.availability import is_gpu, require_triton, triton_obstacle
 from switchhead.ops.dtypes import compute_dtype, without_autocast
+from switchhead.ops.widths import pad
 from switchhead.routing import Routing
 
 Reduce = Literal["k", "heads"] | None
@@ -55,8 +56,8 @@ def moe_linear(
             `[N, d_out]`; `None`: `y` itself, without gates, `[N, H, K, d_out]`.
         backend: `"reference" | "gated" | "grouped" | "triton"`, or `"auto"` to let `choose_backend` decide. All
             compute the same function.
-        padding: x has so many more columns than d_in, zeros, whose gradients are zeros too; with `reduce="heads"`. On a
-            GPU that saves the copies that taking them off would make.
+        padding: x has so many more columns than d_in, zeros, whose gradients are zeros too; with `reduce="heads"`, up
+            to the next multiple of 16. On a GPU that saves the copies that taking them off would make.
 
     Returns:
         The result, in autocast's dtype inside autocast, else in the promotion of x's and weight's.
@@ -74,7 +75,7 @@ def moe_linear(
         return run(x, weight, routing, reduce=reduce)  # casts weights as it lays them out
     if name not in _TORCH_BACKENDS:
         raise ValueError(f"backend={backend!r} is unknown; use one of auto, triton, {', '.join(_TORCH_BACKENDS)}")
-    x = x[..., : weight.shape[2]]
+    weight = pad(weight, (0, 0, 0, padding))
     with without_autocast(x.device):  # the operands have their dtype; sums stay wide
         return _TORCH_BACKENDS[name](x.to(dtype), weight.to(dtype), routing, reduce=reduce)
 
@@ -106,9 +107,11 @@ def _check(x: Tensor, weight: Tensor, routing: Routing, reduce: Reduce, padding:
             f"weight must be [{heads} or 1, {routing.n_experts}, d_in, d_out] for this routing ({heads} heads, "
             f"{routing.n_experts} experts); got {tuple(weight.shape)}"
         )
-    if (padding and reduce != "heads") or not 0 <= padding < 16:
-        raise ValueError(f"padding must be 0 to 15, and 0 unless reduce='heads'; got {padding} with reduce={reduce!r}")
-    d_in = weight.shape[2] + padding
+    d_in = weight.shape[2]
+    most = -d_in % 16 if reduce == "heads" else 0
+    if not 0 <= padding <= most:
+        raise ValueError(f"padding must be 0 to {most} for d_in={d_in} and reduce={reduce!r}; got {padding}")
+    d_in += padding
     if tuple(x.shape) not in ((tokens, d_in), (tokens, heads, d_in)):
         raise ValueError(
             f"x must be [{tokens}, {d_in}] or [{tokens}, {heads}, {d_in}] for this routing and weight; "

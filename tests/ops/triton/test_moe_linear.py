@@ -80,7 +80,8 @@ def test_heads_may_share_rows_or_have_their_own(reduce, device, without_decoding
 )
 @pytest.mark.parametrize("tokens", [0, 12])
 def test_rows_may_be_padded(tokens, case, device, without_decoding, poisoned_allocations):
-    x, weight, routing = operands(**CASES[case] | dict(tokens=tokens), per_head=True, device=device)
+    sizes = CASES[case] | dict(tokens=tokens, d_in=CASES[case]["d_in"] - 7)
+    x, weight, routing = operands(**sizes, per_head=True, device=device)
     padded = torch.nn.functional.pad(x, (0, 7)).detach().requires_grad_()
     found, expected = (moe_linear(rows, weight, routing, reduce="heads") for rows in (padded, x))
     torch.testing.assert_close(found, expected)

@@ -9,9 +9,17 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, Stateles
 from switchhead.ops.triton.inputs import _project_inputs, _project_inputs_backward
 from switchhead.ops.triton.moe_linear import _backward, _forward
 from switchhead.ops.triton.router import _route, _route_backward
+from switchhead.ops.widths import attention_width
 
 # d_model, d_head, heads, experts, k: the published layers, one with odd widths, one of slots sorted one by one
-SHAPES = [(1024, 112, 4, 4, 2), (412, 76, 2, 5, 3), (1024, 132, 2, 8, 4), (21, 11, 3, 4, 1), (64, 16, 1, 12, 4)]
+SHAPES = [
+    (1024, 112, 4, 4, 2),
+    (412, 76, 2, 5, 3),
+    (1024, 132, 2, 8, 4),
+    (21, 11, 3, 4, 1),
+    (64, 16, 1, 12, 4),
+    (2048, 104, 8, 4, 2),
+]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -26,7 +34,7 @@ def test_operators_ask_only_whether_tokens_are_few_enough_for_decoding(shape, dt
         weights = [torch.empty(s) for s in ((heads * d, d_model), (heads * d, d_model), (2 * heads, experts, d_model))]
         values, outputs = torch.empty(heads, experts, d_model, d), torch.empty(heads, experts, d, d_model)
         tables = [torch.empty(100, d // 4) for _ in range(2)]
-        width = -(-d // 8) * 8
+        width = attention_width(d, torch.device("cuda"))
         *rows, gates, indices, kept, copy = _project_inputs(
             x, *weights, values, k, *tables, dtype, width, True, None
         )  # fmt: skip
@@ -35,7 +43,7 @@ def test_operators_ask_only_whether_tokens_are_few_enough_for_decoding(shape, dt
         _project_inputs_backward(*grads, tokens, *weights, values, *rest)
 
         routed = gates[0].clone(), indices[0].clone()
-        operands = {"k": (x, values), "heads": (rows[2][..., :d].clone(), outputs), "none": (x, values)}
+        operands = {"k": (x, values), "heads": (rows[2].clone(), outputs), "none": (x, values)}
         for reduce, (a, weight) in operands.items():
             y, kept = _forward(a, weight, *routed, reduce, dtype, reduce == "k")
             _backward(y, a, weight, *routed, kept, reduce, dtype, True, True, reduce != "none")

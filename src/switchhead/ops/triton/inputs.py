@@ -83,22 +83,18 @@ def _project_inputs(
     product_width = min(pad_to(d, ALIGN), width) if rotates else width  # a rotation can write heads anew, wider
     if not keep and tokens.shape[0] <= DECODE_TOKENS:
         matrices = [_aligned_heads(weight, d, product_width, tokens) for weight in plain]
-        rows = _project_heads(tokens, matrices, (heads, product_width), width, cos, sin)
+        rows = _project_heads(tokens, matrices, heads, width, cos, sin)
         out = decode(tokens, values, gates[-1], expert_indices[-1], dtype, per_token=heads, width=width)
         out = out.view(-1, heads, width)
     else:
         p = Problem.of(tokens, values, expert_indices[-1])
         blocks = project_blocks(p, dtype, width)
-        first, narrow, wide = (
-            len(plain) * heads * product_width,
-            pad_to(d, blocks[0]),
-            pad_to(tokens.shape[1], blocks[1]),
-        )
+        narrow, wide = pad_to(d, blocks[0]), pad_to(tokens.shape[1], blocks[1])
+        first = len(plain) * heads * product_width  # row of the experts
         shape, given = (first + heads * experts * narrow, wide), Weights(plain, values, None)
         weights = stack_weights(given, width=product_width, expert_width=narrow, shape=shape, dtype=dtype)
-        # One product where a rotation takes its columns apart: an operator's results may not share memory.
-        matrices = weights[:first, : tokens.shape[1]].chunk(1 if product_width < width else len(plain))
-        rows = _project_heads(tokens, matrices, (heads, product_width), width, cos, sin)
+        matrices = weights[:first, : tokens.shape[1]].chunk(len(plain))
+        rows = _project_heads(tokens, matrices, heads, width, cos, sin)
         prepared = weights[first:].view(heads * experts, narrow, wide)
         out, kept = project_values(p, tokens, prepared, gates[-1], expert_indices[-1], dtype, width, keep)
     own_tokens = keep and not is_aligned(x, dtype)  # an operator may not return its argument
@@ -173,22 +169,15 @@ def _aligned_heads(weight: Tensor, d: int, width: int, tokens: Tensor) -> Tensor
 
 
 def _project_heads(
-    tokens: Tensor,
-    matrices: Sequence[Tensor],
-    heads: tuple[int, int],
-    width: int,
-    cos: Tensor | None,
-    sin: Tensor | None,
+    tokens: Tensor, matrices: Sequence[Tensor], heads: int, width: int, cos: Tensor | None, sin: Tensor | None
 ) -> list[Tensor]:
-    """Rows `[N, H, width]` of the projections in each matrix, rotated; `heads`: how many there, and how wide."""
-    products = [tokens @ matrix.mT for matrix in matrices]
-    if heads[1] == width:  # each projection is a product of its own, which a rotation may overwrite
-        rotated = rows = [product.view(-1, *heads) for product in products]
-    else:
-        rows = [part for product in products for part in product.unflatten(1, (-1, *heads)).unbind(1)]
-        rotated = [part.new_empty(*part.shape[:2], width) for part in rows]
-    if cos is not None and tokens.shape[0] > 0:
-        rotate_heads(rows, rotated, cos, sin, width=width)
+    """Rows `[N, H, width]` of each projection; of narrower heads where a rotation makes them as wide."""
+    products = [(tokens @ matrix.mT).view(-1, heads, matrix.shape[0] // heads) for matrix in matrices]
+    if cos is None or tokens.shape[0] == 0:
+        return products
+    # A product each, for an operator's results may not share memory, and then a rotation may overwrite it.
+    rotated = [rows if rows.shape[2] == width else rows.new_empty(*rows.shape[:2], width) for rows in products]
+    rotate_heads(products, rotated, cos, sin, width=width)
     return rotated
 
 

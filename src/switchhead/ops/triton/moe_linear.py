@@ -39,7 +39,7 @@ def moe_linear(
 ) -> Tensor:
     """`moe_linear` for CUDA; differentiable once in x, weight and gates, repeatable bit for bit.
 
-    With `reduce="heads"` x may be wider than d_in, by zeros whose gradients are zero.
+    With `reduce="heads"` x may be wider than d_in, up to the next multiple of 16, by zeros whose gradients are zero.
 
     x and weight may have any strides and any mix of float32, bfloat16 and float16: weights are cast as they are laid
     out for the kernels, so autocast needs no copy of its own.
@@ -77,7 +77,7 @@ def _forward(
         out = decode(x, weight, None if reduce == "none" else gates, expert_indices, dtype, per_token=per_token)
         return out.view(shape), nothing
     if reduce == "heads":
-        rows = x[..., : weight.shape[2]]
+        rows = x[..., : pad_to(weight.shape[2], ALIGN)]
         return _accumulate(p, rows, weight, gates, expert_indices, dtype, narrow_in=True).view(shape), nothing
     shared = 1 if p.per_head else p.heads
     out, kept, _ = _project(
@@ -115,7 +115,7 @@ def _backward(
     width = _slot_width(p, d_in if narrow_in else d_out)
 
     if narrow_in:
-        wide, rows = aligned_rows(grad, dtype), x[..., :d_in]
+        wide, rows = aligned_rows(grad, dtype), x[..., : pad_to(d_in, ALIGN)]
         if need_x or need_gates:
             dot_with = x.contiguous() if need_gates else None
             out, _, dots = _project(

@@ -58,7 +58,7 @@ def rotate_heads(
         out: as many tensors `[N, H, width]`, contiguous, which may be x; or one matrix of N rows, into whose columns
             all are written side by side from the first on.
         cos, sin: float32 `[R, half]`; token n stands at position n modulo R. None: only copy.
-        width: columns of a head in `out`: zeros behind d, or fewer than d, at least those that turn.
+        width: columns of a head in `out`. Where it is more than d zeros follow, where it is less the last are left out.
         back: turn the other way, which is the derivative.
     """
     (first, *others), (target, *other_targets) = x, out
