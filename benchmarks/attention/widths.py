@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention
 
-HEADS = ((16, 128), (8, 128), (8, 112), (8, 104), (8, 96), (8, 64))
+HEADS = ((16, 128), *((8, width) for width in (128, 120, 112, 104, 96, 88, 80, 72, 64, 56, 48, 40)))
 BACKENDS = {"cuDNN": SDPBackend.CUDNN_ATTENTION, "FlashAttention-2": SDPBackend.FLASH_ATTENTION}
 
 
