@@ -38,7 +38,12 @@ def test_the_table_gives_each_pass_as_a_share_of_cublas():
 def test_bench_layer_prints_the_passes_below_its_table(monkeypatch, capsys):
     cost = Cost(2.0, 1.0, 8.0, 16.0)
     row = LayerRow(
-        layer="262m", length=512, dense=cost, dense_backend="CUDNN_ATTENTION", gqa=cost, switchhead={"uniform": cost}
+        layer="262m",
+        length=512,
+        dense=cost,
+        dense_backend="CUDNN_ATTENTION",
+        gqa=cost,
+        switchhead={"uniform": cost, "trained": cost},
     )
     monkeypatch.setattr(bench, "bench_layer", lambda layers, **options: iter([row]))
     monkeypatch.setattr(bench, "bench_passes", lambda layers, **options: iter([ROW]))
@@ -47,7 +52,8 @@ def test_bench_layer_prints_the_passes_below_its_table(monkeypatch, capsys):
     table, passes = shown.out.split("\n\n")
     assert table == bench.as_table([row])
     assert passes.strip() == passes_as_table([ROW])
-    assert "V forward" in shown.err  # as soon as it is measured
+    # As soon as it is measured: every line but the heads.
+    assert shown.err.splitlines() == table.splitlines()[2:] + passes.strip().splitlines()[2:]
     assert cli.main(["bench", "layer", "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["passes"][0]["ms"] == 0.125
     assert cli.main(["bench", "layer", "--no-passes"]) == 0

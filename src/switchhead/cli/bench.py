@@ -68,7 +68,7 @@ def _collect(rows: Iterable[T], render: Callable[[list[T]], str], stream: TextIO
     collected = []
     for row in rows:
         collected.append(row)
-        print(render([row]).splitlines()[-1], file=stream or sys.stderr, flush=True)
+        print(*render([row]).splitlines()[2:], sep="\n", file=stream or sys.stderr, flush=True)  # without its head
     return collected
 
 
