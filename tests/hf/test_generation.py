@@ -129,6 +129,29 @@ def test_masks_of_a_token_behind_a_cache_of_fixed_size_are_made_once_for_all_lay
     assert counts[0] == counts[1] > 0
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@torch.no_grad()
+def test_autocast_hands_no_query_that_sees_nothing_to_attention(dtype, monkeypatch):
+    """Some kernels would make NaN of it; a least float32 becomes minus infinity in 16 bits."""
+    masks = []
+    attention = torch.nn.functional.scaled_dot_product_attention
+
+    def spy(*args, attn_mask, **options):
+        masks.append(attn_mask)
+        return attention(*args, attn_mask=attn_mask, **options)
+
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", spy)
+    model = lively_model(small_config("switchhead")).float()
+    mask = torch.zeros(2, 1, 5, 20)
+    mask[0, :, 0] = torch.finfo(torch.float32).min
+    mask[..., 5:] = torch.finfo(torch.float32).min
+    with torch.autocast("cpu", dtype):
+        model(random_tokens(2, 5), mask, cache=StaticCache(config=model.config, max_cache_len=20))
+    assert all(given.dtype == dtype for given in masks)
+    assert not any((given == -torch.inf).all(-1).any() for given in masks)
+    assert masks
+
+
 @pytest.mark.parametrize("attention", ["switchhead", "moa"])
 def test_decoding_into_a_cache_of_fixed_size_compiles_once_without_graph_breaks(attention):
     torch.compiler.reset()

@@ -48,3 +48,9 @@ def test_a_shared_mask_of_another_size_is_refused():
     shared = share_mask(boolean_mask(1, 1)[..., 1:], torch.float64)
     with pytest.raises(ValueError, match=r"\[2, 3 or 1, 5, 7\]; got torch.float64 \(1, 1, 5, 6\)"):
         attend(**operands(torch.float64), attn_mask=shared)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.uint8])
+def test_a_mask_of_numbers_that_are_not_added_is_refused(dtype):
+    with pytest.raises(ValueError, match=rf"must be boolean .* or floating point .*; got {dtype} \(1, 1, 5, 7\)"):
+        share_mask(boolean_mask(1, 1).to(dtype), torch.float32)

@@ -22,6 +22,7 @@ from switchhead.hf.router_logits import RouterLogits
 from switchhead.nn import Block
 from switchhead.nn.dropout import Dropout
 from switchhead.ops import chunked_cross_entropy
+from switchhead.ops.dtypes import compute_dtype
 
 
 class SwitchHeadLayer(GradientCheckpointingLayer, Block):
@@ -172,7 +173,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
             memory_length=0 if memory is None else memory[0].shape[1],
             cache=cache,
             device=hidden.device,
-            dtype=hidden.dtype,
+            dtype=compute_dtype(hidden),
         )
         wants_states = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
         weights = self.config.aux_loss_weights if self.training else {}

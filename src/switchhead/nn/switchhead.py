@@ -161,6 +161,7 @@ class SwitchHeadAttention(nn.Module):
             memory: previous chunk, prepended to x for keys and values.
             key_padding_mask: True = ignore this key; covers all keys, memory first.
             attn_mask: `[T, S]`, `[B*H, T, S]` or `[B, 1 or H, T, S]`; boolean True = ignore, float = added to scores.
+                With a cache also a `SharedMask`, see `switchhead.ops.share_mask`.
             position_ids: positions of x for rotary channels; default: x follows its memory.
             cache: keys and values of earlier calls. With a cache, a given `attn_mask` alone says what may be seen.
             cu_seqlens: several documents in a row, none of which sees another: where they begin in the flattened

@@ -1,6 +1,6 @@
 """Functions on tensors. They know no module."""
 
-from switchhead.ops.attention import attend
+from switchhead.ops.attention import SharedMask, attend, share_mask
 from switchhead.ops.cross_entropy import chunked_cross_entropy
 from switchhead.ops.dropout import dropout, relu_dropout
 from switchhead.ops.inputs import project_inputs
@@ -11,6 +11,7 @@ from switchhead.ops.router import route
 
 __all__ = [
     "Choice",
+    "SharedMask",
     "attend",
     "choose_backend",
     "chunked_cross_entropy",
@@ -22,4 +23,5 @@ __all__ = [
     "relative_attention",
     "relu_dropout",
     "route",
+    "share_mask",
 ]

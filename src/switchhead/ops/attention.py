@@ -27,7 +27,7 @@ class SharedMask(NamedTuple):
 
 
 class Masks(TypedDict):
-    """What may not be seen; the arguments of `attend` and `relative_attention` of these names."""
+    """What may not be seen: the arguments that `attend` and `relative_attention` have in common."""
 
     causal: bool
     key_padding_mask: Tensor | None
@@ -41,16 +41,24 @@ def share_mask(attn_mask: Tensor, dtype: torch.dtype, *, may_be_blind: bool = Tr
         attn_mask: `[B or 1, H or 1, T, S]`, as in `attend`.
         dtype: of the queries.
         may_be_blind: whether there can be queries that see nothing; False saves looking for them.
+
+    Raises:
+        ValueError: a mask that is neither boolean nor floating point.
     """
     if attn_mask.dtype == torch.bool:
-        ignored = attn_mask
-        added = torch.zeros(ignored.shape, dtype=dtype, device=ignored.device).masked_fill(ignored, -torch.inf)
-    else:
-        added = attn_mask.to(dtype)
-        ignored = added == -torch.inf  # asked here: the least float32 is minus infinity in 16 bits
+        blind = attn_mask.all(-1, keepdim=True) if may_be_blind else None
+        ignored = attn_mask if blind is None else attn_mask & ~blind
+        added = torch.zeros(ignored.shape, dtype=dtype, device=ignored.device)
+        return SharedMask(added.masked_fill_(ignored, -torch.inf), blind)
+    if not attn_mask.is_floating_point():
+        raise ValueError(
+            "attn_mask must be boolean (True = ignore) or floating point (added to the scores); "
+            f"got {attn_mask.dtype} {tuple(attn_mask.shape)}"
+        )
+    added = attn_mask.to(dtype)
     if not may_be_blind:
         return SharedMask(added, None)
-    blind = ignored.all(-1, keepdim=True)
+    blind = (added == -torch.inf).all(-1, keepdim=True)  # asked here: the least float32 is minus infinity in 16 bits
     return SharedMask(added.masked_fill(blind, 0.0), blind)
 
 
