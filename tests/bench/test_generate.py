@@ -71,7 +71,7 @@ def test_a_row_that_fails_says_why_and_the_others_follow(monkeypatch):
     monkeypatch.setattr(module._Decoding, "step", fails)
     rows = list(bench())
     assert [row.failure is None for row in rows] == [True, False, True]
-    assert rows[1].failure == "RuntimeError: capture ended | badly; after OutOfMemoryError: no room"
+    assert rows[1].failure == "in ours: RuntimeError: capture ended | badly; after OutOfMemoryError: no room"
     assert rows[1].ratio is None
     header, _, *lines = generation_as_table(rows).splitlines()
     assert "| twin ms | ours ms |" in header

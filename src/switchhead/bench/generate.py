@@ -31,7 +31,8 @@ class GenerationCost:
     Attributes:
         ms: median milliseconds: of all prompts, or of the next token of every sequence.
         cache_bytes: keys and values of all layers, slots not yet filled included.
-        peak_bytes: most memory held on a GPU at once: parameters, cache, and what is computed; None on a CPU.
+        peak_bytes: most memory held on a GPU at once: parameters, cache, and what is computed; None on a CPU, and of
+            replays, which hold memory of their own.
     """
 
     ms: float
@@ -159,14 +160,18 @@ def _measure(
         else:
             runs = [_Decoding(model, batch_size, length, choose) for model in models]
             tokens = TOKENS
-        for run in runs:
-            for _ in range(WARM_UPS):
-                run.prepare()
-                run.step()
+        for which, run in zip(("ours", "twin"), runs, strict=True):
+            try:
+                for _ in range(WARM_UPS):
+                    run.prepare()
+                    run.step()
+            except Exception as error:
+                error.add_note(f"in {which}")
+                raise
         caches = [_cache_bytes(run.cache) for run in runs]
         peaks = [_peak_bytes(run, device) if on_gpu else None for run in runs]
 
-        def costs(steps: Sequence[Callable[[], object]]) -> list[GenerationCost]:
+        def costs(steps: Sequence[Callable[[], object]], peaks: Sequence[int | None]) -> list[GenerationCost]:
             prepares = [run.prepare for run in runs]
             times = alternating_ms([_repeated(step, tokens) for step in steps], prepares, device, repeats=repeats)
             return [
@@ -174,11 +179,11 @@ def _measure(
                 for ms, cache, peak in zip(times, caches, peaks, strict=True)
             ]
 
-        launched = costs([run.step for run in runs])
+        launched = costs([run.step for run in runs], peaks)
     yield launched
     if phase == "decode" and on_gpu:
         with torch.cuda.device(device):
-            replayed = costs([captured(run.step, clear=run.prepare) for run in runs])
+            replayed = costs([captured(run.step, clear=run.prepare) for run in runs], [None] * len(runs))
         yield replayed
 
 
@@ -258,9 +263,11 @@ def _peak_bytes(run: _Prefill | _Decoding, device: torch.device) -> int:
 
 
 def _told(error: BaseException) -> str:
-    """An error and the one that it hides, on one line: leaving a capture that failed raises another."""
+    """An error with its notes, and the one that it hides, on one line: leaving a capture that failed raises another."""
     chain = [error] if error.__context__ is None else [error, error.__context__]
-    return "; after ".join(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}" for e in chain)
+    notes = ", ".join(getattr(error, "__notes__", []))
+    told = "; after ".join(f"{type(e).__name__}: {next(iter(str(e).splitlines()), '')}" for e in chain)
+    return f"{notes}: {told}" if notes else told
 
 
 def generation_as_table(rows: Sequence[GenerationRow]) -> str:

@@ -1,4 +1,4 @@
-"""Time and memory of one training step of a layer on a CUDA device."""
+"""Medians of times: of a layer's training step on a CUDA device, with its memory, and of steps of any kind by turns."""
 
 from __future__ import annotations
 

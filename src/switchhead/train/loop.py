@@ -128,7 +128,8 @@ def train(
         )
         compare_ranks(world, described, parallel=parallel, device=place.type)
         title, show = recipe or Path(out).name, progress and world.is_first
-        say(title, "building the model", show=show)
+        if show:
+            say(title, "building the model")
         trainer = Trainer(fitted, training, batches, place, world, parallel)  # what cannot be built leaves no directory
         opened = functools.partial(reopen_run, allow_changes=allow_changes) if resume else create_run
 
@@ -203,8 +204,8 @@ class _Session:
 
     def run_to_end(self, validation_text: TokenArray, vocabulary: Vocabulary) -> TrainingResult:
         trainer, training = self.trainer, self.training
-        if training.compile and trainer.step < training.steps:
-            say(self.title, "compiling: the first step may take a minute or more", show=self.show)
+        if self.show and training.compile and trainer.step < training.steps:
+            say(self.title, "compiling: the first step may take a minute or more")
         validation: Evaluation | None = None
         validation_step: int | None = None
         with (

@@ -49,12 +49,11 @@ class ProgressDisplay(ABC):
         """Leave the last state on the screen."""
 
 
-def say(title: str, what: str, *, show: bool) -> None:
-    """A line on standard error, about what is waited for before the first step."""
-    if show:
-        with contextlib.suppress(OSError):
-            sys.stderr.write(f"{title}  {what}\n")  # in one piece, also where torchrun has several processes write
-            sys.stderr.flush()
+def say(title: str, what: str) -> None:
+    """A line on standard error."""
+    with contextlib.suppress(OSError):
+        sys.stderr.write(f"{title}  {what}\n")  # in one piece, also where torchrun has several processes write
+        sys.stderr.flush()
 
 
 def make_progress(total: int, done: int, title: str, *, show: bool) -> ProgressDisplay:
@@ -121,4 +120,4 @@ class _Lines(ProgressDisplay):
 
     def _print(self, step: int, numbers: str) -> None:
         self._last = time.monotonic()
-        say(self.title, f"step {step}/{self.total}  {numbers}", show=True)
+        say(self.title, f"step {step}/{self.total}  {numbers}")
