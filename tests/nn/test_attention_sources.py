@@ -32,6 +32,27 @@ def test_a_cached_chunk_of_several_tokens_matches_full_forward(make, positions):
         assert relative_error(part, full[:, first:last]) < 1e-12
 
 
+WRONG = {
+    "heads and tokens changed": lambda k, v: (k.transpose(1, 2), v.transpose(1, 2)),
+    "transposed": lambda k, v: (k.mT, v.mT),
+    "one sequence": lambda k, v: (k[:1], v[:1]),
+    "heads twice": lambda k, v: (torch.cat([k, k], 1), torch.cat([v, v], 1)),
+    "a value short": lambda k, v: (k, v[:, :, :-1]),
+}
+
+
+@every_layer
+@pytest.mark.parametrize("returned", WRONG.values(), ids=WRONG.keys())
+def test_what_a_cache_returns_must_have_the_shape_of_all_keys(returned, make):
+    class Cache:
+        def update(self, k, v):
+            return returned(k, v)
+
+    module, x = make(positions="rotary").double(), inputs(length=5)
+    with pytest.raises(ValueError, match=r"cache.update must return keys and values \[2, \d, S, \d\].* got \("):
+        module(x, cache=Cache(), position_ids=torch.arange(5))
+
+
 @every_layer
 @every_position
 def test_a_chunk_with_memory_matches_one_long_sequence(make, positions):

@@ -97,7 +97,7 @@ def average_values(
         cached = cache is not None
         q, k = _rotate(q, k, positions, d_head=d_head, position_ids=position_ids, cached=cached, crossed=crossed)
     if cache is not None:
-        k, v = cache.update(k[..., :d_head], v[..., :d_head])
+        k, v = _updated(cache, k[..., :d_head], v[..., :d_head])
         width = aligned_width(d_head, q.device)
         q, k, v = q[..., :width], pad_width(k, width), pad_width(v, width)
         causal = causal and attn_mask is None
@@ -116,6 +116,18 @@ def average_values(
     )
     learned = scale if relative.scale is None else relative.scale
     return relative_attention(q, k, v, r, content_bias=content, position_bias=position, scale=learned, **masks)
+
+
+def _updated(cache: Cache, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """What the cache returns for new keys and values; of another shape it would be attended to all the same."""
+    keys, values = cache.update(k, v)
+    (batch, heads, _, d_head), shape = k.shape, keys.shape
+    if len(shape) != 4 or (*shape[:2], shape[3]) != (batch, heads, d_head) or shape != values.shape:
+        raise ValueError(
+            f"cache.update must return keys and values [{batch}, {heads}, S, {d_head}], S keys of all calls so far; "
+            f"got {tuple(shape)} and {tuple(values.shape)}"
+        )
+    return keys, values
 
 
 def merge_heads(y: Float[Tensor, "batch heads T d"]) -> Float[Tensor, "tokens heads d"]:
