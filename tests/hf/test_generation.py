@@ -277,13 +277,18 @@ def test_an_attention_mask_of_ones_changes_nothing_and_costs_no_mask(monkeypatch
     assert torch.equal(logits, expected)
 
 
+@pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("n_mask", [4, 7])
-def test_attention_mask_of_another_length_is_refused(n_mask):
+def test_attention_mask_of_another_shape_is_refused(n_mask, padded):
     model = lively_model(small_config())
     mask = torch.ones(1, n_mask, dtype=torch.long)
-    mask[0, 0] = 0
+    mask[0, 0] = not padded
     with pytest.raises(ValueError, match=f"attention_mask has {n_mask} entries for 5 tokens"):
         model(random_tokens(1, 5), mask)
+    with pytest.raises(ValueError, match="attention_mask has 1 rows for a batch of 2"):
+        model(random_tokens(2, 5), mask[:, :5])
+    with pytest.raises(ValueError, match=r"four dimensions must be boolean \(True = attend\).*got torch.int64"):
+        model(random_tokens(1, 5), mask[:, None, None].expand(1, 1, 5, n_mask))
 
 
 def test_mask_longer_than_a_fixed_cache_is_refused():

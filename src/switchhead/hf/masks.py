@@ -14,6 +14,7 @@ from switchhead.ops.attention import SharedMask, share_mask
 def layer_masks(
     attention_mask: Tensor | None,
     *,
+    batch_size: int,
     n_queries: int,
     memory_length: int,
     cache: Cache | None,
@@ -27,6 +28,7 @@ def layer_masks(
     Args:
         attention_mask: `[B, n]`, one entry a token of the input (or of memory and input, or of all that the cache has
             seen and the input), or an expanded `[B, 1 or H, T, S]`: boolean True = attend, float = added to the scores.
+        batch_size: B.
         n_queries: T.
         memory_length: M, tokens in front of the input.
         cache: keys and values of earlier calls, not yet holding the input.
@@ -34,33 +36,43 @@ def layer_masks(
         dtype: of the queries; what a cache of fixed size needs is made once for all layers.
 
     Raises:
-        ValueError: a mask whose length fits neither.
+        ValueError: a mask of another shape or dtype.
     """
     fixed = cache if cache is not None and cache.is_compileable else None
     if attention_mask is not None and attention_mask.ndim == 4:
+        if attention_mask.dtype != torch.bool and not attention_mask.is_floating_point():
+            raise ValueError(
+                "an attention_mask of four dimensions must be boolean (True = attend) or floating point (added to the "
+                f"scores); got {attention_mask.dtype}"
+            )
         expanded = ~attention_mask if attention_mask.dtype == torch.bool else attention_mask
         return {"key_padding_mask": None, "attn_mask": expanded if fixed is None else share_mask(expanded, dtype)}
     if attention_mask is not None and attention_mask.ndim != 2:
         raise ValueError(f"attention_mask must have 2 or 4 dimensions; got {tuple(attention_mask.shape)}")
+    if attention_mask is not None and attention_mask.shape[0] != batch_size:
+        raise ValueError(f"attention_mask has {attention_mask.shape[0]} rows for a batch of {batch_size}")
     if fixed is not None:
         ignored = fixed_cache_mask(attention_mask, n_queries, fixed, device)
         # Without padding a query sees itself at least.
         shared = share_mask(ignored, dtype, may_be_blind=attention_mask is not None)
         return {"key_padding_mask": None, "attn_mask": shared}
-    if attention_mask is None or (not torch.compiler.is_compiling() and bool(attention_mask.all())):
+    if attention_mask is None:
         return {"key_padding_mask": None, "attn_mask": None}
-    ignored = attention_mask == 0
     n_tokens, n_keys = memory_length + n_queries, memory_length + n_queries
     if cache is not None:
         # The cache may have dropped the oldest keys it has seen.
         n_tokens, n_keys = cache.get_seq_length() + n_queries, cache.get_mask_sizes(n_queries, 0)[0]
-    elif ignored.shape[1] == n_queries:
-        ignored = F.pad(ignored, (memory_length, 0))
-    if ignored.shape[1] != n_tokens:
+    of_input = cache is None and attention_mask.shape[1] == n_queries
+    if attention_mask.shape[1] != n_tokens and not of_input:
         raise ValueError(
             f"attention_mask has {attention_mask.shape[1]} entries for {n_tokens} tokens "
             f"({n_tokens - n_queries} before the input, {n_queries} in it)"
         )
+    if not torch.compiler.is_compiling() and bool(attention_mask.all()):
+        return {"key_padding_mask": None, "attn_mask": None}
+    ignored = attention_mask == 0
+    if of_input:
+        ignored = F.pad(ignored, (memory_length, 0))
     return {"key_padding_mask": ignored[:, n_tokens - n_keys :], "attn_mask": None}
 
 

@@ -169,6 +169,7 @@ class SwitchHeadModel(SwitchHeadPreTrainedModel):
             position_ids = cache.get_seq_length() + torch.arange(hidden.shape[1], device=hidden.device)
         masks = layer_masks(
             attention_mask,
+            batch_size=hidden.shape[0],
             n_queries=hidden.shape[1],
             memory_length=0 if memory is None else memory[0].shape[1],
             cache=cache,
