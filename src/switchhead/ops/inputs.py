@@ -89,14 +89,15 @@ def project_inputs(
     x = pad_width(x, aligned_width(x.shape[1], x.device))
     padding = (0, x.shape[1] - values.shape[2], 0, width - d)
 
+    if rotation is not None and rotation[0].shape[0] > 0:
+        # A row for each token. Parting tokens by positions instead would keep `torch.export` from dynamic lengths.
+        position = torch.arange(x.shape[0], device=x.device) % rotation[0].shape[0]
+        rotation = rotation[0][position], rotation[1][position]
+
     def project(weight: Tensor) -> Tensor:
         weight = pad(weight.unflatten(0, (heads, d)), padding).flatten(0, 1)
         rows = F.linear(*cast_together(x, weight)).unflatten(1, (heads, width))
-        if rotation is None:
-            return rows
-        positions = rotation[0].shape[0]
-        repeats = x.shape[0] // max(positions, 1)
-        return rotate(rows.unflatten(0, (repeats, positions)), *rotation).flatten(0, 1)
+        return rows if rotation is None else rotate(rows, *rotation)
 
     values = pad(values, (0, width - d, 0, x.shape[1] - values.shape[2]))
     v = moe_linear(x, values, sides[-1], reduce="k", backend=backend)
@@ -129,7 +130,7 @@ def _check(
         return
     cos, sin = rotation
     fits = cos.ndim == 2 and cos.shape == sin.shape and 2 * cos.shape[1] <= values.shape[3]
-    if not fits or x.shape[0] % max(cos.shape[0], 1):
+    if not fits or (cos.shape[0] > 0 and x.shape[0] % cos.shape[0]):
         raise ValueError(
             f"rotation must be cosines and sines [R, half], R a divisor of the {x.shape[0]} tokens and half at most "
             f"{values.shape[3] // 2}; got {tuple(cos.shape)} and {tuple(sin.shape)}"
