@@ -270,6 +270,11 @@ def _told(error: BaseException) -> str:
     return f"{notes}: {told}" if notes else told
 
 
+def _mib(n_bytes: int) -> str:
+    mib = n_bytes / 2**20
+    return f"{mib:.0f}" if mib >= 100 else f"{mib:.3g}"
+
+
 def generation_as_table(rows: Sequence[GenerationRow]) -> str:
     """Markdown: a line a row; memory in MiB."""
     lines = [
@@ -288,6 +293,6 @@ def generation_as_table(rows: Sequence[GenerationRow]) -> str:
             if theirs is None or own is None:
                 cells += [""] * 3
             else:
-                cells += [f"{theirs / 2**20:.0f}", f"{own / 2**20:.0f}", f"{own / theirs:.2f}"]
+                cells += [_mib(theirs), _mib(own), f"{own / theirs:.2f}"]
         lines.append(f"{start}| {' | '.join(cells)} |")
     return "\n".join(lines)
