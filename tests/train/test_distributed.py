@@ -55,15 +55,14 @@ def test_ranks_compute_what_one_process_does(zygote, alone, tmp_path, ranks, par
 # Windows of 6 tokens: one for three ranks, or four, of which the first has two. Lanes: two, for two ranks or three.
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("kind", "ranks", "text"),
+    ("parallel", "kind", "ranks", "text"),
     [
-        ("rotary", 3, {"validation_tokens": 4}),
-        ("rotary", 3, {"validation_tokens": 20}),
-        ("relative", 2, {"validation_fraction": 0.5}),
-        ("relative", 3, {"validation_fraction": 0.5}),
+        ("fsdp", "rotary", 3, {"validation_tokens": 4}),
+        ("ddp", "rotary", 3, {"validation_tokens": 20}),
+        ("ddp", "relative", 2, {"validation_fraction": 0.5}),
+        ("fsdp", "relative", 3, {"validation_fraction": 0.5}),
     ],
 )
-@pytest.mark.parametrize("parallel", ["ddp", "fsdp"])
 def test_a_validation_is_split_over_ranks_and_the_same_every_time(zygote, tmp_path, parallel, kind, ranks, text):
     order = {"kind": kind, "model": EXACT, "training": {**SHORT, "eval_every": 1, **text}}
     zygote.train(tmp_path / "alone", **order)

@@ -80,9 +80,12 @@ def test_rotated_heads_are_as_wide_as_attention_wants_them(
 
 
 @pytest.mark.filterwarnings("ignore:overflow encountered in exp")  # the interpreter's sigmoid of minus infinity
-@pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
+@pytest.mark.parametrize("kind", CASES)
 @pytest.mark.parametrize("dropout", [0.0, 0.7])
-def test_the_fused_operator_equals_its_parts(case, dropout, device, poisoned_allocations):
+def test_the_fused_operator_equals_its_parts(kind, dropout, device, poisoned_allocations):
+    case = CASES[kind]
+    if dropout and case.get("d_model") == 412 and device == "cpu":
+        pytest.skip("interpreted slowly; smaller models drop experts too")
     expected, found = (run(backend, device, dropout=dropout, **case) for backend in ("reference", "triton"))
     for name, value in expected.items():
         assert found[name].shape == value.shape, name
@@ -165,7 +168,7 @@ def test_gradients_of_routers_with_small_gates_are_as_accurate_as_plain_torchs(s
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_results_and_gradients_repeat_bit_for_bit(dtype, device, poisoned_allocations):
-    case = CASES["rotated"] | {"tokens": 600}
+    case = CASES["rotated"] | {"tokens": 600 if device == "cuda" else 60}  # the interpreter runs one program at a time
     first, second = (run("triton", device, dtype=dtype, **case) for _ in range(2))
     for name, value in first.items():
         assert torch.equal(second[name], value), name
