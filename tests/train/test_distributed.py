@@ -11,15 +11,7 @@ import torch
 from switchhead.runs import choose_device, load_run
 from switchhead.train.distributed import _COMPILER, World, shard_dimension
 from tests.helpers import relative_error
-
-EXACT = {"dropout": 0.0, "expert_dropout": 0.0}
-SHORT = {"steps": 3, "eval_every": 3, "save_every": 3, "usage_every": 3}
-SIGTERM = {"call": "torch.optim:AdamW.step", "number": 2, "when": "before", "what": "SIGTERM"}
-
-
-def measured(run, name):
-    lines = [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-    return [line[name] for line in lines if name in line]
+from tests.train.ranks import EXACT, SHORT, SIGTERM, measured
 
 
 def weights(run):

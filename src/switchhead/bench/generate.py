@@ -288,7 +288,7 @@ def generation_as_table(rows: Sequence[GenerationRow]) -> str:
             failure = (row.failure or "").replace("|", "/")
             lines.append(f"{start}| {failure} |" + " |" * 8)
             continue
-        cells = [f"{row.twin.ms:.3f}", f"{row.ours.ms:.3f}", f"{row.ours.ms / row.twin.ms:.2f}"]
+        cells = [f"{row.twin.ms:.3f}", f"{row.ours.ms:.3f}", f"{row.ratio:.2f}"]
         for theirs, own in ((row.twin.cache_bytes, row.ours.cache_bytes), (row.twin.peak_bytes, row.ours.peak_bytes)):
             if theirs is None or own is None:
                 cells += [""] * 3
